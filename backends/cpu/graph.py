@@ -1,0 +1,105 @@
+"""The graph builder of the CPU device: our own attention, and our own matmul where it has the format."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from backends.cpu import attention as attend
+from backends.cpu import linear, matmul
+from backends.cpu import rope_store as store
+from backends.cpu.packed import PackedWeights
+from backends.cpu.pools import CpuKV
+from backends.cpu.step import LOGITS, TOKENS
+from backends.ggml.devices import Device
+from backends.ggml.graph import GraphBuilder
+from backends.ggml.lib import ggml
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.weights import Weights
+
+
+class CpuGraphBuilder(GraphBuilder):
+    """A block in ten nodes instead of twenty where all its matrices are packed:
+
+    norm + quantize, q|k|v, rope + store, attend, quantize, output + residual,
+    norm + quantize, gate|up, activation + quantize, down + residual
+    """
+
+    def __init__(self, config: ModelConfig, device: Device, weights: Weights, rows: int, kv: CpuKV,
+                 packed: PackedWeights):
+        super().__init__(config, device, weights, rows)
+        self.kv, self.packed = kv, packed
+        self._count_at = kv.header.word_address(TOKENS)  # where the number of real rows stands
+        self._parameters: list[np.ndarray] = []  # the graph points into these
+
+    def select(self, x: int, rows: int) -> int:
+        selected = super().select(x, rows)
+        self._count_at = self.kv.header.word_address(LOGITS)  # all that follows has these rows
+        return selected
+
+    def linear(self, x: int, weight: str, residual: int | None = None) -> int:
+        if weight not in self.packed:
+            return super().linear(x, weight, residual)
+        return self._multiply(self._quantize(x, linear.PLAIN, (weight,)), x, (weight,), residual)
+
+    def norm_linear(self, x: int, norm: str, weights: Sequence[str]) -> list[int]:
+        """The projections side by side in one tensor if all are packed, else one tensor each."""
+        if not all(w in self.packed for w in weights):
+            return super().norm_linear(x, norm, weights)
+        return [self._multiply(self._quantize(x, linear.NORM, weights, norm), x, weights, None)]
+
+    def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
+        if not all(w in self.packed for w in (gate, up, down)):
+            return super().gated_ffn(x, norm, gate, up, down, residual)
+        (both,) = self.norm_linear(x, norm, (gate, up))
+        mode = linear.SILU if self.config.family.activation == "silu" else linear.GELU
+        return self._multiply(self._quantize(both, mode, (down,)), both, (down,), residual)
+
+    def attention(self, layer: int, projections: Sequence[int]) -> int:
+        c = self.config
+        ready = self.custom(
+            c.n_head * c.head_dim_k, self.rows_of(projections[0]), projections,
+            store.rope_store_operator.address, self.kv.store_parameters(layer, fused=len(projections) == 1),
+        )
+        return self.custom(
+            c.n_head * c.head_dim_v, self.rows_of(ready), (ready,),
+            attend.attention_operator.address, self.kv.attention_parameters(layer),
+        )
+
+    def _quantize(self, x: int, mode: int, weights: Sequence[str], norm: str | None = None) -> int:
+        """A node with the activations of x in every kind that the weights read."""
+        k = self.packed[weights[0]].k
+        kinds = sorted({self.packed[w].kind for w in weights})
+        p = self._new_parameters(linear.NUM_QUANTIZE)
+        p[linear.Q_COUNT_AT], p[linear.Q_MODE], p[linear.Q_K] = self._count_at, mode, k
+        p[linear.Q_KINDS] = sum(1 << kind for kind in kinds)
+        p[linear.Q_EPS] = int(np.float32(self.config.norm_eps).view(np.int32))
+        if norm is not None:
+            p[linear.Q_WEIGHT] = ggml().get_data(self.weights.tensor(norm))
+        token_bytes = sum(matmul.activation_nbytes(kind, 1, k) for kind in kinds)
+        return self.custom(-(-token_bytes // 4), self.rows_of(x), (x,), linear.quantize_operator.address, p)
+
+    def _multiply(self, activations: int, like: int, weights: Sequence[str], residual: int | None) -> int:
+        """A node that multiplies quantized rows by packed weights, outputs side by side."""
+        matrices = [self.packed[w] for w in weights]
+        width = sum(w.m for w in matrices)
+        p = self._new_parameters(linear.M_FIRST + linear.MATRIX_WORDS * len(matrices))
+        p[linear.M_COUNT_AT], p[linear.M_MATRICES], p[linear.M_WIDTH] = self._count_at, len(matrices), width
+        p[linear.M_SCRATCH], p[linear.M_RESIDUAL] = self.kv.matmul_scratch.ctypes.data, int(residual is not None)
+        kinds = sorted({w.kind for w in matrices})
+        column = 0
+        for i, w in enumerate(matrices):
+            words = p[linear.M_FIRST + linear.MATRIX_WORDS * i :]
+            words[linear.W_FUNCTION] = matmul.compiled_matmul(w.type_id).address
+            words[linear.W_PACKED], words[linear.W_ROWS], words[linear.W_K] = w.data.ctypes.data, w.m, w.k
+            words[linear.W_OFFSET] = sum(matmul.activation_nbytes(kind, 1, w.k) for kind in kinds if kind < w.kind)
+            words[linear.W_COLUMN] = column
+            column += w.m
+        sources = (activations,) if residual is None else (activations, residual)
+        return self.custom(width, self.rows_of(like), sources, linear.multiply_operator.address, p)
+
+    def _new_parameters(self, words: int) -> np.ndarray:
+        self._parameters.append(np.zeros(words, np.int64))
+        return self._parameters[-1]
+

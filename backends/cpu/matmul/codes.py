@@ -1,0 +1,106 @@
+"""Weight codes of a block as bytes in registers, and four-byte dot products by CPU level."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from llvmlite import ir
+
+from backends.cpu.features import cpu_level
+from backends.cpu.matmul.layout import Format
+from backends.cpu.simd import I1, I8X64, I32X16, Emitter, Value
+from quant.kquants import LEVELS
+
+GROUPS = 2  # registers of 16 rows in a panel
+I8X32, I16X16, I16X32, I32X8 = (
+    ir.VectorType(ir.IntType(bits), n) for bits, n in ((8, 32), (16, 16), (16, 32), (32, 8))
+)
+
+PerGroup = list[Value]
+Words = Iterator[tuple[int, PerGroup]]
+
+
+def load_words(x: Emitter, address: Value, words: range) -> Words:
+    """Words that are stored as bytes: (word, register per group)."""
+    for word in words:
+        yield word, [x.load(address, 128 * word + 64 * g, I32X16, 64) for g in range(GROUPS)]
+
+
+def decode_words(x: Emitter, fmt: Format, codes: Value) -> Words:
+    """The words of a packed block, one byte a weight. With 6 bits the first four come first."""
+    if fmt.bits == 8:
+        yield from load_words(x, codes, range(8))
+        return
+    planes = dict(load_words(x, codes, range(fmt.code_bytes // 128)))
+    order = [(word, upper) for word in range(4) for upper in (0, 1)]
+    if fmt.bits == 6:
+        order.sort(key=lambda pair: pair[1])
+    for word, upper in order:
+        parts = [x.b.and_(x.shift_right(v, 4 * upper), x.splat_bytes(15)) for v in planes[word]]
+        if fmt.bits == 5:
+            parts = _with_bits(x, parts, planes[4], word + 4 * upper - 4, 16)
+        elif fmt.levels:
+            parts = [_look_up(x, v) for v in parts]
+        elif fmt.bits == 6:
+            parts = _with_bits(x, parts, planes[4 + upper], 2 * word - 4, 48)
+        yield word + 4 * upper, parts
+
+
+def _with_bits(x: Emitter, parts: PerGroup, plane: PerGroup, shift: int, mask: int) -> PerGroup:
+    high = [x.b.and_(x.shift_right(v, shift), x.splat_bytes(mask)) for v in plane]
+    return [x.b.or_(low, bits) for low, bits in zip(parts, high, strict=True)]
+
+
+def _look_up(x: Emitter, indexes: Value) -> Value:
+    """LEVELS[index] + 128 for each byte."""
+    table = [int(level) + 128 for level in LEVELS]
+    if cpu_level() == "avx512_vnni":
+        found = x.call("llvm.x86.avx512.pshuf.b.512", I8X64, ir.Constant(I8X64, table * 4),
+                       x.b.bitcast(indexes, I8X64))
+        return x.b.bitcast(found, I32X16)
+    halves = [x.call("llvm.x86.avx2.pshuf.b", I8X32, ir.Constant(I8X32, table * 2),
+                     x.b.bitcast(x.part(indexes, start, 8), I8X32)) for start in (0, 8)]
+    return x.concat(*(x.b.bitcast(half, I32X8) for half in halves))
+
+
+def dot_bytes(x: Emitter, total: Value, weights: Value, activations: Value, signed: bool) -> Value:
+    """total + the dot product of each lane's four bytes, <16 x i32>; unsigned weights, signed activations.
+
+    With `signed` the weights are the bytes ^ 0x80 of signed ones, and count as signed: for levels where
+    u8 * i8 + u8 * i8 would overflow 16 bits. All levels give the same integers.
+    """
+    level = cpu_level()
+    if level == "avx512_vnni":
+        operands = [x.b.bitcast(v, I8X64) for v in (weights, activations)]
+        return x.call("llvm.x86.avx512.vpdpbusd.512", I32X16, total, *operands)
+    halves = []
+    for start in (0, 8):
+        part, w, a = (x.part(v, start, 8) for v in (total, weights, activations))
+        w, a = x.b.bitcast(w, I8X32), x.b.bitcast(a, I8X32)
+        if level == "avx_vnni":
+            halves.append(x.call("llvm.x86.avx512.vpdpbusd.256", I32X8, part, w, a))
+        else:
+            halves.append(_dot_avx2(x, part, w, a, signed))
+    return x.concat(*halves)
+
+
+def _dot_avx2(x: Emitter, total: Value, weights: Value, activations: Value, signed: bool) -> Value:
+    """Pairs of products in 16 bits: at most 2 * 63 * 127 unsigned, 2 * 128 * 127 signed."""
+    if signed:
+        q = x.b.xor(weights, ir.Constant(I8X32, [-128] * 32))
+        weights = x.call("llvm.abs.v32i8", I8X32, q, x.const(0, I1))
+        activations = x.call("llvm.x86.avx2.psign.b", I8X32, activations, q)
+    pairs = x.call("llvm.x86.avx2.pmadd.ub.sw", I16X16, weights, activations)
+    return x.b.add(total, x.call("llvm.x86.avx2.pmadd.wd", I32X8, pairs, ir.Constant(I16X16, [1] * 16)))
+
+
+def dot_pairs(x: Emitter, total: Value, mins: Value, sums: Value) -> Value:
+    """total + the dot product of each lane's two i16; `mins` is <32 x i16>, `sums` <16 x i32>."""
+    sums = x.b.bitcast(sums, I16X32)
+    if cpu_level() == "avx512_vnni":
+        return x.call("llvm.x86.avx512.vpdpwssd.512", I32X16, total, mins, sums)
+    halves = [
+        x.call("llvm.x86.avx2.pmadd.wd", I32X8, x.part(mins, 16 * half, 16), x.part(sums, 16 * half, 16))
+        for half in (0, 1)
+    ]
+    return x.b.add(total, x.concat(*halves))

@@ -1,0 +1,68 @@
+"""The weights that our own matmul reads: repacked copies, which take the place of the file's pages."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+
+import numpy as np
+
+from backends.cpu import matmul
+from backends.cpu.step import aligned_empty
+from backends.ggml.weights import Progress
+from quant.gguf import GGUFFile
+
+
+@dataclass(frozen=True, slots=True)
+class PackedWeight:
+    """One matrix [m][k] in the layout of matmul/layout.py."""
+
+    type_id: int
+    m: int
+    k: int
+    data: np.ndarray
+
+    @property
+    def kind(self) -> int:
+        return matmul.activation_kind(self.type_id)
+
+
+def packable(gguf: GGUFFile, name: str) -> bool:
+    """Whether our kernels multiply by this tensor on this CPU."""
+    info = gguf.tensors[name]
+    return len(info.shape) == 2 and matmul.supported(info.type, info.shape[1], info.shape[0])
+
+
+class PackedWeights:
+    """Repacks the named tensors, which must all be `packable`, with `threads` threads."""
+
+    def __init__(self, gguf: GGUFFile, names: Iterable[str], threads: int, progress: Progress | None = None):
+        self._weights: dict[str, PackedWeight] = {}
+        with ThreadPoolExecutor(threads) as pool:
+            for name in names:
+                self._weights[name] = self._pack(gguf, name, threads, pool)
+                if progress:
+                    progress(gguf.tensors[name].nbytes)
+        self.nbytes = sum(w.data.nbytes for w in self._weights.values())
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._weights
+
+    def __getitem__(self, name: str) -> PackedWeight:
+        return self._weights[name]
+
+    @staticmethod
+    def _pack(gguf: GGUFFile, name: str, threads: int, pool: ThreadPoolExecutor) -> PackedWeight:
+        info = gguf.tensors[name]
+        k, m = info.shape
+        source = gguf.tensor_data(name)
+        data = aligned_empty(matmul.packed_nbytes(info.type, m, k))
+        shares = [
+            pool.submit(matmul.pack, info.type, source.ctypes.data, m, k, data.ctypes.data, ith, threads)
+            for ith in range(threads)
+        ]
+        for share in shares:
+            share.result()
+        gguf.release_pages(name)
+        return PackedWeight(info.type, m, k, data)

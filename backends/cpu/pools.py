@@ -1,0 +1,118 @@
+"""KV pools of the layers on a CPU device, and the parameters of the operators that use them."""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Iterable, Sequence
+
+import numpy as np
+
+from backends.base import BlockCopyLike
+from backends.cpu import attention as attend
+from backends.cpu import rope_store as store
+from backends.cpu.matmul import SCRATCH_BYTES
+from backends.cpu.step import BLOCK_SIZE, QUERY_ROWS, StepHeader, aligned_empty
+from backends.ggml.devices import Device
+from backends.ggml.lib import TYPE_F16, ggml
+from backends.ggml.models.config import ModelConfig, ModelError
+from backends.ggml.weights import DeviceTensors, Weights
+
+
+class CpuKV:
+    """f16 pools for `layers`. `group_of[layer]` and `num_blocks[group]` say which blocks a layer has.
+
+    Memory is asked for at once but touched only as blocks are first written.
+    """
+
+    def __init__(self, config: ModelConfig, device: Device, weights: Weights, layers: Sequence[int],
+                 group_of: dict[int, int], num_blocks: Sequence[int]):
+        if config.head_dim_k % 16 or config.head_dim_v % 16:
+            raise ModelError(f"head dimensions {config.head_dim_k} and {config.head_dim_v} must be multiples of 16")
+        self.config, self.layers, self.group_of = config, list(layers), group_of
+        share = config.n_head // config.n_head_kv
+        if share > QUERY_ROWS:
+            raise ModelError(f"more than {QUERY_ROWS} query heads share a KV head ({share})")
+        self._ropes = list(dict.fromkeys(config.rope_of(layer) for layer in layers))
+        factors = [_factors(weights, rope.factors) for rope in self._ropes]
+        self.header = StepHeader(
+            len(num_blocks), self._ropes, factors, config.n_layer, max(1, QUERY_ROWS // share),
+            device.threads, max(attend.SCRATCH_BYTES, 4 * config.head_dim_k),
+        )
+        self._key_bytes = 2 * BLOCK_SIZE * config.n_head_kv * config.head_dim_k
+        self._value_bytes = 2 * BLOCK_SIZE * config.n_head_kv * config.head_dim_v
+        blocks = [num_blocks[group_of[layer]] for layer in self.layers]
+        self._pools = DeviceTensors(
+            device,
+            [(TYPE_F16, self._key_bytes // 2, n) for n in blocks]
+            + [(TYPE_F16, self._value_bytes // 2, n) for n in blocks],
+        )
+        addresses = [ggml().get_data(h) for h in self._pools.handles]
+        half = len(self.layers)
+        self._keys = dict(zip(self.layers, addresses[:half], strict=True))
+        self._values = dict(zip(self.layers, addresses[half:], strict=True))
+        self._weights = weights
+        self.matmul_scratch = aligned_empty(device.threads * SCRATCH_BYTES)
+        self._parameters: dict[tuple[str, int], np.ndarray] = {}
+
+    @property
+    def nbytes(self) -> int:
+        return self._pools.nbytes
+
+    def copy_blocks(self, copies: Iterable[BlockCopyLike]) -> None:
+        """Carry out copy-on-write in every layer of the copies' groups."""
+        for copy in copies:
+            for layer in self.layers:
+                if self.group_of[layer] != copy.group:
+                    continue
+                for base, size in ((self._keys[layer], self._key_bytes), (self._values[layer], self._value_bytes)):
+                    C.memmove(base + copy.dst * size, base + copy.src * size, size)
+
+    def store_parameters(self, layer: int, fused: bool) -> np.ndarray:
+        """int64 words for the rope_store operator of a layer; the array lives as long as the pools.
+
+        `fused`: q, k and v come side by side in one tensor.
+        """
+        c, rope = self.config, self.config.rope_of(layer)
+        p = np.zeros(store.NUM_PARAMS, np.int64)
+        self._common(p, layer, store)
+        p[store.P_ROPE_WORD] = self.header.rope_word(self._ropes.index(rope))
+        p[store.P_ROTATED], p[store.P_NEOX] = rope.n_rot, int(rope.neox)
+        p[store.P_SCALE], p[store.P_EPS] = _float_bits(c.attention_scale), _float_bits(c.norm_eps)
+        if c.family.qk_norm:
+            p[store.P_QUERY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_q_norm.weight"))
+            p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
+        p[store.P_FUSED] = int(fused)
+        return self._parameters.setdefault(("store", layer), p)
+
+    def attention_parameters(self, layer: int) -> np.ndarray:
+        """int64 words for the attention operator of a layer; the array lives as long as the pools."""
+        p = np.zeros(attend.NUM_PARAMS, np.int64)
+        self._common(p, layer, attend)
+        p[attend.P_WINDOW] = self.config.layer_windows[layer] or 0
+        p[attend.P_COUNTER] = self.header.counter_address(layer)
+        return self._parameters.setdefault(("attend", layer), p)
+
+    def _common(self, p: np.ndarray, layer: int, names) -> None:
+        c = self.config
+        p[names.P_HEADER], p[names.P_GROUP] = self.header.address, self.group_of[layer]
+        p[names.P_HEADS], p[names.P_KV_HEADS] = c.n_head, c.n_head_kv
+        p[names.P_DIM_K], p[names.P_DIM_V] = c.head_dim_k, c.head_dim_v
+        p[names.P_KEY_POOL], p[names.P_VALUE_POOL] = self._keys[layer], self._values[layer]
+
+    def close(self) -> None:
+        self._pools.close()
+
+
+def _factors(weights: Weights, name: str | None) -> np.ndarray | None:
+    """float64 copy of a float32 weight vector on the host."""
+    if name is None:
+        return None
+    tensor = weights.tensor(name)
+    count = ggml().nbytes(tensor) // 4
+    values = np.empty(count, np.float32)
+    ggml().backend_tensor_get(tensor, values.ctypes.data, 0, values.nbytes)
+    return values.astype(np.float64)
+
+
+def _float_bits(value: float) -> int:
+    return int(np.float32(value).view(np.int32))

@@ -1,0 +1,1 @@
+"""ggml driven from Python: library binding, devices, weights, graphs and model families."""

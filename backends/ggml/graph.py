@@ -1,0 +1,100 @@
+"""Building one ggml graph: the operators a transformer block is made of.
+
+`GraphBuilder` has them in plain ggml operators, which every device runs. A device with kernels of
+its own subclasses it (backends.cpu.graph) and fuses what shares an input; models/block.py is written
+once, against these methods.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Sequence
+
+import numpy as np
+
+from backends.ggml.devices import Device
+from backends.ggml.lib import TYPE_F32, TYPE_I32, P, ggml, shape_of
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.weights import Weights
+
+MAX_NODES = 64  # per layer, generously
+
+
+class GraphBuilder:
+    """Metadata of one graph under construction. Tensors are handles; row length comes first.
+
+    `rows` is the graph's number of token rows T, padding included.
+    """
+
+    def __init__(self, config: ModelConfig, device: Device, weights: Weights, rows: int):
+        self.lib, self.config, self.device, self.weights, self.rows = ggml(), config, device, weights, rows
+        nodes = MAX_NODES * (config.n_layer + 2)
+        self.context = self.lib.context(2 * nodes, nodes)
+        self.graph = self.lib.new_graph_custom(self.context, nodes, False)
+
+    def input(self, type_id: int, width: int, rows: int = 1) -> int:
+        tensor = self.lib.new_tensor_4d(self.context, type_id, width, rows, 1, 1)
+        self.lib.set_input(tensor)
+        return tensor
+
+    def input_i32(self, count: int) -> int:
+        return self.input(TYPE_I32, count)
+
+    def input_f32(self, width: int, rows: int) -> int:
+        return self.input(TYPE_F32, width, rows)
+
+    def embed(self, ids: int, name: str, scale: float) -> int:
+        """Rows of the embedding matrix, times `scale`."""
+        x = self.lib.get_rows(self.context, self.weights.tensor(name), ids)
+        return x if scale == 1.0 else self.lib.scale(self.context, x, scale)
+
+    def select(self, x: int, rows: int) -> int:
+        """The rows of x that the int32 tensor names."""
+        return self.lib.get_rows(self.context, x, rows)
+
+    def norm(self, x: int, weight: str) -> int:
+        """RMS norm of each row, times the weight."""
+        normed = self.lib.rms_norm(self.context, x, self.config.norm_eps)
+        return self.lib.mul(self.context, normed, self.weights.tensor(weight))
+
+    def add(self, a: int, b: int) -> int:
+        return self.lib.add(self.context, a, b)
+
+    def linear(self, x: int, weight: str, residual: int | None = None) -> int:
+        """x times the transposed weight [n_in, n_out], plus the residual if there is one."""
+        y = self.lib.mul_mat(self.context, self.weights.tensor(weight), x)
+        return y if residual is None else self.add(y, residual)
+
+    def norm_linear(self, x: int, norm: str, weights: Sequence[str]) -> list[int]:
+        """Several projections of one normed input: one tensor each, or side by side in one."""
+        normed = self.norm(x, norm)
+        return [self.linear(normed, w) for w in weights]
+
+    def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
+        """down(activation(gate(norm(x))) * up(norm(x))), plus the residual if there is one."""
+        g, u = self.norm_linear(x, norm, (gate, up))
+        activate = self.lib.swiglu_split if self.config.family.activation == "silu" else self.lib.geglu_split
+        return self.linear(activate(self.context, g, u), down, residual)
+
+    def attention(self, layer: int, projections: Sequence[int]) -> int:
+        """Norm and rotate q and k, store k and v, attend. Returns [n_head * head_dim_v, T].
+
+        `projections` is what `norm_linear` returned for q, k and v.
+        """
+        raise NotImplementedError(f"no paged attention for device {self.device.info.name} yet")
+
+    def custom(self, width: int, rows: int, sources: Sequence[int], function: int, parameters: np.ndarray) -> int:
+        """A numba operator as a node that all threads run; `parameters` must outlive the graph."""
+        array = (P * len(sources))(*sources)
+        address = C.c_void_p(function)
+        return self.lib.custom_4d(
+            self.context, TYPE_F32, width, rows, 1, 1, array, len(sources), address, -1, parameters.ctypes.data
+        )
+
+    def finish(self, outputs: Sequence[int]) -> None:
+        for tensor in outputs:
+            self.lib.set_output(tensor)
+            self.lib.build_forward_expand(self.graph, tensor)
+
+    def rows_of(self, tensor: int) -> int:
+        return shape_of(tensor)[1]

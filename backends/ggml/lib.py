@@ -1,0 +1,206 @@
+"""A typed ctypes binding of the part of ggml that hetero uses.
+
+Pointers are plain integers. Signatures follow ggml.h, ggml-alloc.h, ggml-backend.h and ggml-cpu.h of
+ggml 0.25. The layout of `struct ggml_tensor` is asserted when the library is loaded, since
+custom operators read it directly.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+import functools
+import importlib.util
+import os
+import sys
+from pathlib import Path
+
+P, I32, I64, F32 = C.c_void_p, C.c_int, C.c_int64, C.c_float
+SIZE, BOOL, STR = C.c_size_t, C.c_bool, C.c_char_p
+
+# ggml_type ids that the graphs name themselves; quant.types has them all
+TYPE_F32, TYPE_F16, TYPE_I32 = 0, 1, 26
+
+# struct ggml_tensor in 8-byte words (4-byte `type` is padded to the first one)
+WORD_NE, WORD_NB, WORD_SRC, WORD_DATA = 2, 6, 19, 31
+TENSOR_WORDS = 42
+
+STATUS_SUCCESS = 0
+BUFFER_USAGE_WEIGHTS, BUFFER_USAGE_COMPUTE = 1, 2
+DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel", 4: "meta"}
+
+
+class GgmlError(RuntimeError):
+    """ggml is missing, of an unknown layout, or a device refused an allocation."""
+
+
+class InitParams(C.Structure):
+    _fields_ = (("mem_size", SIZE), ("mem_buffer", P), ("no_alloc", BOOL))
+
+
+class DeviceCaps(C.Structure):
+    _fields_ = tuple((n, BOOL) for n in ("asynchronous", "host_buffer", "from_host_ptr", "events", "mmap"))
+
+
+class DeviceProps(C.Structure):
+    _fields_ = (
+        ("name", STR),
+        ("description", STR),
+        ("memory_free", SIZE),
+        ("memory_total", SIZE),
+        ("type", I32),
+        ("device_id", STR),
+        ("caps", DeviceCaps),
+    )
+
+
+# name: (library, result, arguments); names without their ggml_ prefix
+SIGNATURES: dict[str, tuple] = {
+    "init": ("base", P, InitParams),
+    "free": ("base", None, P),
+    "tensor_overhead": ("base", SIZE),
+    "graph_overhead_custom": ("base", SIZE, SIZE, BOOL),
+    "new_tensor_4d": ("base", P, P, I32, I64, I64, I64, I64),
+    "get_data": ("base", P, P),
+    "nbytes": ("base", SIZE, P),
+    "set_name": ("base", P, P, STR),
+    "set_input": ("base", None, P),
+    "set_output": ("base", None, P),
+    "mul_mat": ("base", P, P, P, P),
+    "mul": ("base", P, P, P, P),
+    "add": ("base", P, P, P, P),
+    "scale": ("base", P, P, P, F32),
+    "rms_norm": ("base", P, P, P, F32),
+    "get_rows": ("base", P, P, P, P),
+    "swiglu_split": ("base", P, P, P, P),
+    "geglu_split": ("base", P, P, P, P),
+    "reshape_3d": ("base", P, P, P, I64, I64, I64),
+    "rope_ext": ("base", P, P, P, P, P, I32, I32, I32, F32, F32, F32, F32, F32, F32),
+    "custom_4d": ("base", P, P, I32, I64, I64, I64, I64, C.POINTER(P), I32, P, I32, P),
+    "new_graph_custom": ("base", P, P, SIZE, BOOL),
+    "build_forward_expand": ("base", None, P, P),
+    "graph_n_nodes": ("base", I32, P),
+    "gallocr_new": ("base", P, P),
+    "gallocr_free": ("base", None, P),
+    "gallocr_alloc_graph": ("base", BOOL, P, P),
+    "gallocr_get_buffer_size": ("base", SIZE, P, I32),
+    "backend_free": ("base", None, P),
+    "backend_graph_compute": ("base", I32, P, P),
+    "backend_tensor_set": ("base", None, P, P, SIZE, SIZE),
+    "backend_tensor_get": ("base", None, P, P, SIZE, SIZE),
+    "backend_tensor_alloc": ("base", I32, P, P, P),
+    "backend_alloc_ctx_tensors_from_buft": ("base", P, P, P),
+    "backend_buffer_free": ("base", None, P),
+    "backend_buffer_clear": ("base", None, P, C.c_uint8),
+    "backend_buffer_get_base": ("base", P, P),
+    "backend_buffer_get_size": ("base", SIZE, P),
+    "backend_buffer_set_usage": ("base", None, P, I32),
+    "backend_buft_name": ("base", STR, P),
+    "backend_buft_alloc_buffer": ("base", P, P, SIZE),
+    "backend_dev_get_props": ("base", None, P, C.POINTER(DeviceProps)),
+    "backend_dev_init": ("base", P, P, STR),
+    "backend_dev_buffer_type": ("base", P, P),
+    "backend_dev_buffer_from_host_ptr": ("base", P, P, P, SIZE, SIZE),
+    "backend_dev_supports_op": ("base", BOOL, P, P),
+    "backend_dev_backend_reg": ("base", P, P),
+    "backend_reg_name": ("base", STR, P),
+    "backend_reg_get_proc_address": ("base", P, P, STR),
+    "backend_dev_count": ("registry", SIZE),
+    "backend_dev_get": ("registry", P, SIZE),
+    "backend_load_all_from_path": ("registry", None, STR),
+    "version": ("base", STR),
+}
+
+
+class Library:
+    """The loaded ggml. `lib.mul_mat(ctx, a, b)` calls `ggml_mul_mat`; see SIGNATURES."""
+
+    def __init__(self, folder: Path):
+        self.folder = folder
+        handles = {"base": _open(folder, "ggml-base")}
+        cpu = _find(folder, "ggml-cpu")
+        if cpu is not None:  # libggml of such a build links its CPU backend
+            handles["cpu"] = _open(folder, "ggml-cpu")
+        handles["registry"] = _open(folder, "ggml")
+        for name, (where, result, *arguments) in SIGNATURES.items():
+            function = getattr(handles[where], f"ggml_{name}")
+            function.restype, function.argtypes = result, arguments
+            setattr(self, name, function)
+        if cpu is None:
+            self.backend_load_all_from_path(os.fsencode(folder))
+        self._assert_tensor_layout()
+
+    def __getattr__(self, name: str):  # only reached for a name that SIGNATURES lacks
+        raise AttributeError(f"ggml_{name} is not in the binding's table")
+
+    def context(self, num_tensors: int, graph_nodes: int = 0) -> int:
+        """A ggml context that holds metadata only; free it with `lib.free`."""
+        size = self.tensor_overhead() * num_tensors
+        if graph_nodes:
+            size += self.graph_overhead_custom(graph_nodes, False)
+        return self.init(InitParams(size, None, True))
+
+    def _assert_tensor_layout(self) -> None:
+        ctx = self.init(InitParams(1 << 16, None, False))
+        try:
+            source = self.new_tensor_4d(ctx, TYPE_F32, 3, 5, 7, 1)
+            arguments = (P * 1)(source)
+            tensor = self.custom_4d(ctx, TYPE_F32, 2, 1, 1, 1, arguments, 1, 1, 1, None)
+            want = {WORD_NE: 3, WORD_NE + 1: 5, WORD_NE + 2: 7, WORD_NB: 4, WORD_NB + 1: 12}
+            found = {word: word_of(source, word) for word in want}
+            same = found == want and word_of(source, WORD_DATA) == self.get_data(source)
+            if not (same and word_of(tensor, WORD_SRC) == source):
+                raise GgmlError(f"{self.folder}: this ggml build lays out tensors differently; use ggml 0.25")
+        finally:
+            self.free(ctx)
+
+
+def word_of(tensor: int, word: int) -> int:
+    """The 8-byte word `word` of a `struct ggml_tensor`."""
+    return C.c_int64.from_address(tensor + 8 * word).value
+
+
+def shape_of(tensor: int) -> tuple[int, ...]:
+    """ne[0..3], row length first."""
+    return tuple(word_of(tensor, WORD_NE + i) for i in range(4))
+
+
+@functools.cache
+def ggml() -> Library:
+    """The process's ggml: HETERO_GGML_LIBS if set, else the one inside llama-cpp-python.
+
+    Raises GgmlError when there is none.
+    """
+    return Library(library_folder())
+
+
+def library_folder() -> Path:
+    """The folder whose ggml libraries are used; raises GgmlError when there is none."""
+    chosen = os.environ.get("HETERO_GGML_LIBS")
+    if chosen:
+        folder = Path(chosen)
+        if _find(folder, "ggml-base") is None:
+            raise GgmlError(f"HETERO_GGML_LIBS: no ggml-base library in {chosen}")
+        return folder
+    spec = importlib.util.find_spec("llama_cpp")
+    if spec is None or spec.origin is None:
+        raise GgmlError("ggml not found: pip install llama-cpp-python, or set HETERO_GGML_LIBS")
+    return Path(spec.origin).parent / "lib"
+
+
+def _find(folder: Path, stem: str) -> Path | None:
+    prefix, suffix = {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))
+    names = [f"{prefix}{stem}{suffix}"]
+    if stem == "ggml":  # some builds name the registry after what they link
+        names += [p.name for p in sorted(folder.glob(f"{prefix}ggml.*{suffix}"))]
+    return next((folder / n for n in names if (folder / n).is_file()), None)
+
+
+def _open(folder: Path, stem: str) -> C.CDLL:
+    path = _find(folder, stem)
+    if path is None:
+        raise GgmlError(f"no {stem} library in {folder}")
+    try:
+        # backends resolve ggml-base's symbols through the global table
+        return C.CDLL(str(path), mode=getattr(C, "RTLD_GLOBAL", 0))
+    except OSError as error:
+        raise GgmlError(f"cannot load {path.name}: {error}") from None

@@ -1,0 +1,198 @@
+"""Consecutive layers of a model on one ggml device: weights, KV pools and one graph per shape."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from backends.base import BatchLike
+from backends.ggml.devices import Device, DeviceError
+from backends.ggml.graph import GraphBuilder
+from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
+from backends.ggml.models.block import build_block
+from backends.ggml.models.config import ModelConfig, layer_tensors
+from backends.ggml.weights import Progress, Weights
+from quant.gguf import GGUFFile
+
+MAX_GRAPHS = 96  # shapes kept; a graph's metadata is a few hundred KiB
+
+
+class StageError(RuntimeError):
+    """The device failed during a step; what the step computed is lost."""
+
+
+@dataclass(frozen=True, slots=True)
+class StageSpec:
+    """What a stage holds: layers [first, last), and how large its steps can get.
+
+    `group_of[layer]` is the layer's KV group, `num_blocks[group]` the size of that group's pools.
+    `depth` is the number of steps in flight: so many results must stay valid side by side.
+    """
+
+    first: int
+    last: int
+    group_of: dict[int, int]
+    num_blocks: tuple[int, ...]
+    max_tokens: int
+    max_logits: int
+    depth: int = 1
+
+
+@dataclass(slots=True)
+class _Graph:
+    builder: GraphBuilder
+    source: int  # token ids, or hidden rows of the stage before
+    keep: int | None  # rows whose logits are wanted
+    output: int
+
+
+def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) -> list[str]:
+    """Names of the tensors that layers [first, last) need, with embedding and head at the ends."""
+    names = [f"blk.{i}.{n}.weight" for i in range(first, last) for n in layer_tensors(config)]
+    tied = "output.weight" not in gguf.tensors
+    if first == 0 or (last == config.n_layer and tied):
+        names.append("token_embd.weight")
+    if last == config.n_layer:
+        names += ["output_norm.weight"] + ([] if tied else ["output.weight"])
+    return names + (["rope_freqs.weight"] if "rope_freqs.weight" in gguf.tensors else [])
+
+
+def bucket(count: int, limit: int) -> int:
+    """The number of rows a graph for `count` rows has: exact up to 8, then four sizes per doubling."""
+    if count <= 8:
+        return min(count, limit)
+    step = 1 << (count.bit_length() - 3)
+    return min(-(-count // step) * step, limit)
+
+
+class GgmlStage:
+    """Runs steps of its layers. Not thread-safe: one worker drives it. See base.StageBackend."""
+
+    def __init__(self, gguf: GGUFFile, config: ModelConfig, device: Device, spec: StageSpec,
+                 progress: Progress | None = None):
+        self._lib = ggml()
+        self.config, self.device, self.spec = config, device, spec
+        self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
+        self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
+        self._open(gguf, progress)
+        self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
+        self._allocator = self._lib.gallocr_new(device.buffer_type)
+        # the largest graph first: its compute buffer then serves all the others
+        self._graph(spec.max_tokens, spec.max_logits if self.is_last else 0)
+        width = config.n_vocab if self.is_last else config.n_embd
+        rows = spec.max_logits if self.is_last else spec.max_tokens
+        self._outputs = [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
+        self.graph_seconds = 0.0  # of the last step
+
+    def compute(self, batch: BatchLike, hidden: np.ndarray | None) -> np.ndarray:
+        """See base.StageBackend. Raises StageError when the device fails."""
+        tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
+        graph = self._graph(bucket(tokens, self.spec.max_tokens), bucket(logits, self.spec.max_logits))
+        rows = graph.builder.rows
+        self.kv.copy_blocks(batch.copies)
+        self.kv.header.set(batch)
+        if self.is_first:
+            self._set(graph.source, _padded(batch.input_ids, rows))
+        else:
+            assert hidden is not None and hidden.shape == (tokens, self.config.n_embd)
+            self._set(graph.source, np.ascontiguousarray(hidden))
+        if graph.keep is not None:
+            self._set(graph.keep, _padded(batch.logits_rows, shape_of(graph.keep)[0]))
+        start = time.perf_counter()
+        status = self._lib.backend_graph_compute(self.device.backend, graph.builder.graph)
+        self.graph_seconds = time.perf_counter() - start
+        if status != STATUS_SUCCESS:
+            raise StageError(f"device {self.device.info.name}: ggml status {status}")
+        count = logits if self.is_last else tokens
+        self._outputs.append(self._outputs.pop(0))
+        out = self._outputs[-1][:count]
+        if count:
+            self._lib.backend_tensor_get(graph.output, out.ctypes.data, 0, out.nbytes)
+        return out
+
+    def memory(self) -> dict[str, int]:
+        return {
+            "weights": self.weight_bytes,
+            "kv": self.kv.nbytes,
+            "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
+        }
+
+    def close(self) -> None:
+        """Free everything on the device. The stage cannot be used afterwards."""
+        for graph in self._graphs.values():
+            self._lib.free(graph.builder.context)
+        self._graphs.clear()
+        self._lib.gallocr_free(self._allocator)
+        self.kv.close()
+        self.weights.close()
+        self.device.close()
+
+    def _open(self, gguf: GGUFFile, progress: Progress | None) -> None:
+        """Weights, KV pools and graph builder, as this device's kernels call for."""
+        if not self.device.is_cpu:
+            raise DeviceError(f"device {self.device.info.name}: only CPU devices can hold layers yet")
+        from backends.cpu.graph import CpuGraphBuilder  # compiles or loads the kernels
+        from backends.cpu.packed import PackedWeights, packable
+        from backends.cpu.pools import CpuKV
+
+        spec = self.spec
+        names = stage_weights(self.config, gguf, spec.first, spec.last)
+        ours = [n for n in names if packable(gguf, n)]
+        theirs = [n for n in names if n not in ours]
+        if self.is_first and "token_embd.weight" in ours:
+            theirs.append("token_embd.weight")  # rows are looked up in the file's own layout
+            if self._head != "token_embd.weight" or not self.is_last:
+                ours.remove("token_embd.weight")
+        self.weights = Weights(gguf, theirs, self.device, progress)
+        packed = PackedWeights(gguf, ours, self.device.threads, progress)
+        layers = range(spec.first, spec.last)
+        self.kv = kv = CpuKV(self.config, self.device, self.weights, layers, spec.group_of, spec.num_blocks)
+        self.weight_bytes = self.weights.nbytes + packed.nbytes
+
+        def new_builder(rows: int) -> GraphBuilder:
+            return CpuGraphBuilder(self.config, self.device, self.weights, rows, kv, packed)
+
+        self._new_builder = new_builder
+
+    def _graph(self, rows: int, logits: int) -> _Graph:
+        key = (rows, logits)
+        if key in self._graphs:
+            self._graphs.move_to_end(key)
+            return self._graphs[key]
+        if len(self._graphs) >= MAX_GRAPHS:
+            self._lib.free(self._graphs.popitem(last=False)[1].builder.context)
+        graph = self._graphs[key] = self._build(self._new_builder(rows), logits)
+        if not self._lib.gallocr_alloc_graph(self._allocator, graph.builder.graph):
+            raise DeviceError(f"device {self.device.info.name}: no memory for the compute buffer")
+        return graph
+
+    def _build(self, g: GraphBuilder, logits: int) -> _Graph:
+        if self.is_first:
+            source = g.input_i32(g.rows)
+            x = g.embed(source, "token_embd.weight", self.config.embedding_scale)
+        else:
+            source = x = g.input_f32(self.config.n_embd, g.rows)
+        keep = g.input_i32(logits) if logits else None
+        for layer in range(self.spec.first, self.spec.last):
+            x = build_block(g, layer, x, keep if layer == self.config.n_layer - 1 else None)
+        if logits:
+            (x,) = g.norm_linear(x, "output_norm.weight", (self._head,))
+        g.finish([x])
+        return _Graph(g, source, keep, x)
+
+    def _set(self, tensor: int, values: np.ndarray) -> None:
+        self._lib.backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+
+
+def _padded(values: np.ndarray, count: int) -> np.ndarray:
+    """int32 [count]: the values, then zeros."""
+    out = np.zeros(count, np.int32)
+    out[: len(values)] = values
+    return out
+
+
+__all__ = ["GgmlStage", "StageError", "StageSpec", "bucket", "stage_weights"]

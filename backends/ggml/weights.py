@@ -1,0 +1,108 @@
+"""A stage's weights on its device: straight from the mapped file where the device allows it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+
+from backends.ggml.devices import Device, DeviceError
+from backends.ggml.lib import BUFFER_USAGE_WEIGHTS, ggml
+from quant.gguf import GGUFFile, TensorInfo
+
+HOST_ALIGNMENT = 32  # ggml's CPU kernels expect it of a tensor's first byte
+
+Progress = Callable[[int], None]  # called with bytes done since the last call
+
+
+class Weights:
+    """ggml tensors of the named weights on one device. `tensor(name)` gives the handle."""
+
+    def __init__(self, gguf: GGUFFile, names: Iterable[str], device: Device, progress: Progress | None = None):
+        self._lib = ggml()
+        self._gguf = gguf  # keeps the mapping alive: tensors may point into it
+        self._tensors: dict[str, int] = {}
+        self._buffers: list[int] = []
+        self.nbytes = 0
+        infos = [gguf.tensors[n] for n in names]
+        mapped = [i for i in infos if device.from_host_ptr and i.offset % HOST_ALIGNMENT == 0]
+        copied = [i for i in infos if i not in mapped]
+        self._contexts = [self._lib.context(max(1, len(part))) for part in (mapped, copied)]
+        self._place_mapped(mapped, device, self._contexts[0], progress)
+        self._place_copied(copied, device, self._contexts[1], progress)
+
+    def tensor(self, name: str) -> int:
+        return self._tensors[name]
+
+    def __contains__(self, name: str) -> bool:
+        return name in self._tensors
+
+    def close(self) -> None:
+        for buffer in self._buffers:
+            self._lib.backend_buffer_free(buffer)
+        for context in self._contexts:
+            self._lib.free(context)
+        self._buffers, self._contexts, self._tensors = [], [], {}
+
+    def _new(self, info: TensorInfo, context: int) -> int:
+        shape = [*info.shape, 1, 1, 1][:4]
+        tensor = self._lib.new_tensor_4d(context, info.type, *shape)
+        self._lib.set_name(tensor, info.name.encode()[:63])
+        self._tensors[info.name] = tensor
+        self.nbytes += info.nbytes
+        return tensor
+
+    def _place_mapped(self, infos: list[TensorInfo], device: Device, context: int, progress: Progress | None) -> None:
+        if not infos:
+            return
+        base = self._gguf.tensor_data(infos[0].name).ctypes.data - infos[0].offset
+        first = min(i.offset for i in infos) // 4096 * 4096
+        last = max(i.offset + i.nbytes for i in infos)
+        largest = max(i.nbytes for i in infos)
+        buffer = self._lib.backend_dev_buffer_from_host_ptr(device.handle, base + first, last - first, largest)
+        if not buffer:
+            raise DeviceError(f"device {device.info.name}: cannot map {last - first} bytes of weights")
+        self._buffers.append(buffer)
+        self._lib.backend_buffer_set_usage(buffer, BUFFER_USAGE_WEIGHTS)
+        for info in infos:
+            self._lib.backend_tensor_alloc(buffer, self._new(info, context), base + info.offset)
+            if progress:
+                progress(info.nbytes)
+
+    def _place_copied(self, infos: list[TensorInfo], device: Device, context: int, progress: Progress | None) -> None:
+        if not infos:
+            return
+        tensors = [self._new(info, context) for info in infos]
+        buffer = self._lib.backend_alloc_ctx_tensors_from_buft(context, device.buffer_type)
+        if not buffer:
+            raise DeviceError(f"device {device.info.name}: no memory for {sum(i.nbytes for i in infos)} bytes of weights")
+        self._buffers.append(buffer)
+        self._lib.backend_buffer_set_usage(buffer, BUFFER_USAGE_WEIGHTS)
+        for info, tensor in zip(infos, tensors, strict=True):
+            data = self._gguf.tensor_data(info.name)
+            self._lib.backend_tensor_set(tensor, data.ctypes.data, 0, info.nbytes)
+            if progress:
+                progress(info.nbytes)
+
+
+class DeviceTensors:
+    """Zeroed tensors of our own on a device (KV pools, in types that ggml knows)."""
+
+    def __init__(self, device: Device, shapes: list[tuple[int, int, int]]):
+        """`shapes`: ggml type, row length, rows of each tensor. Raises DeviceError for lack of memory."""
+        self._lib = lib = ggml()
+        self._context = lib.context(max(1, len(shapes)))
+        self.handles = [lib.new_tensor_4d(self._context, t, width, rows, 1, 1) for t, width, rows in shapes]
+        self._buffer = lib.backend_alloc_ctx_tensors_from_buft(self._context, device.buffer_type) if shapes else None
+        if shapes and not self._buffer:
+            lib.free(self._context)
+            wanted = sum(lib.nbytes(h) for h in self.handles)
+            raise DeviceError(f"device {device.info.name}: no memory for {wanted} bytes of KV cache")
+        self.nbytes = lib.backend_buffer_get_size(self._buffer) if self._buffer else 0
+
+    def close(self) -> None:
+        if self._context:
+            if self._buffer:
+                self._lib.backend_buffer_free(self._buffer)
+            self._lib.free(self._context)
+        self._context = self._buffer = None
+
+

@@ -1,0 +1,97 @@
+"""A scheduling step as plain data, and the numpy arrays that a stage computes from it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from hetero.request import Request
+
+
+@dataclass(slots=True)
+class BlockCopy:
+    """Copy block `src` to `dst` in the pool of KV group `group`, before the step computes."""
+
+    group: int
+    src: int
+    dst: int
+
+
+@dataclass(slots=True)
+class Step:
+    """What one step computes: the next `num_scheduled_tokens[i]` tokens of `requests[i]`.
+
+    `sampled[i]` says whether the step reaches the end of the request's tokens, so that its last
+    row's logits give the next one.
+    """
+
+    step_id: int
+    requests: list[Request] = field(default_factory=list)
+    num_scheduled_tokens: list[int] = field(default_factory=list)
+    sampled: list[bool] = field(default_factory=list)
+    copies: list[BlockCopy] = field(default_factory=list)
+    preempted_ids: list[str] = field(default_factory=list)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.num_scheduled_tokens)
+
+
+@dataclass(slots=True)
+class Batch:
+    """A step's arrays. T tokens of S sequences, laid end to end; G KV groups.
+
+    input_ids, positions  int32 [T]
+    slot_mapping          G x int32 [T]      block * block_size + offset where the token's KV goes
+    block_tables          G x int32 [S, B]   B = longest table; entries never attended are 0
+    context_lens          int32 [S]          tokens of the sequence after this step
+    cu_seqlens_q          int32 [S + 1]      sequence s owns rows cu[s] .. cu[s + 1]
+    logits_rows           int32 [L]          rows whose logits are wanted, ascending
+    """
+
+    step_id: int
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: list[np.ndarray]
+    block_tables: list[np.ndarray]
+    context_lens: np.ndarray
+    cu_seqlens_q: np.ndarray
+    logits_rows: np.ndarray
+    copies: list[BlockCopy]
+
+
+def build(step: Step, num_groups: int, block_size: int) -> Batch:
+    """Turn a step into arrays. Every scheduled position must lie inside the block tables."""
+    counts = np.asarray(step.num_scheduled_tokens, np.int32)
+    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
+    np.cumsum(counts, out=cu_seqlens[1:])
+    ids: list[int] = []
+    starts = np.empty(len(counts), np.int32)
+    for i, (request, count) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
+        start = starts[i] = request.num_computed_tokens
+        ids += request.token_ids(int(start), int(start) + count)
+    positions = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
+    owners = np.repeat(np.arange(len(counts)), counts)
+    tables = [_pad([r.block_tables[g] for r in step.requests]) for g in range(num_groups)]
+    slots = [t[owners, positions // block_size] * block_size + positions % block_size for t in tables]
+    last_rows = cu_seqlens[1:] - 1
+    return Batch(
+        step_id=step.step_id,
+        input_ids=np.asarray(ids, np.int32),
+        positions=positions,
+        slot_mapping=slots,
+        block_tables=tables,
+        context_lens=starts + counts,
+        cu_seqlens_q=cu_seqlens,
+        logits_rows=last_rows[np.asarray(step.sampled, bool)],
+        copies=step.copies,
+    )
+
+
+def _pad(tables: Sequence[list[int]]) -> np.ndarray:
+    out = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    for row, table in zip(out, tables, strict=True):
+        row[: len(table)] = table
+    return out

@@ -1,0 +1,1 @@
+"""The bodies of the commands. Each returns the process's exit code."""

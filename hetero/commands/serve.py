@@ -1,0 +1,171 @@
+"""`hetero serve`: bind the port, load the model, show the start screen, serve until a signal comes."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import logging
+import os
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from hetero.commands.inspect import fail, print_table
+from hetero.config import Loaded, Settings, describe
+from hetero.screen import Placement, StartScreen, loading, show_start
+
+if TYPE_CHECKING:
+    from hetero.async_engine import AsyncEngine
+    from hetero.launch import Prepared
+
+
+class PortError(Exception):
+    """The address cannot be listened on: one line."""
+
+
+def print_config(loaded: Loaded) -> int:
+    """Each setting, its value and its source; secrets are masked."""
+    print_table(("setting", "value", "source"), describe(loaded))
+    return 0
+
+
+def serve(settings: Settings) -> int:
+    """Serve until SIGTERM or Ctrl-C. Exit code 1, and one line, when that cannot begin."""
+    from hetero.launch import LaunchError, load, prepare, require_fit
+
+    started = time.monotonic()
+    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    if settings.log_level != "debug":  # a line for each request helps nobody
+        logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
+    try:
+        keys = api_keys(settings)
+        with contextlib.ExitStack() as held:  # the port, so that nobody takes it while the model loads
+            for sock in bind(settings.host, settings.port):
+                held.enter_context(sock)
+            prepared = prepare(settings)
+            require_fit(prepared)
+            with loading() as progress:
+                engine, placements = load(prepared, settings, progress)
+
+        def show(host: str, port: int) -> None:
+            show_start(_start_screen(settings, prepared, engine, placements, keys, started))
+
+        asyncio.run(_serve(engine, settings, keys, show))
+    except (PortError, LaunchError) as exc:
+        return fail(exc)
+    except KeyboardInterrupt:  # while loading; later the server drains
+        return 1
+    return 0
+
+
+async def _serve(
+    engine: AsyncEngine, settings: Settings, keys: tuple[str, ...], show: Callable[[str, int], None]
+) -> None:
+    from hetero.server import app
+    from hetero.server.settings import ServerSettings
+
+    http = ServerSettings(
+        host=settings.host,
+        port=settings.port,
+        api_keys=keys,
+        allowed_hosts=settings.allowed_host,
+        allowed_origins=settings.allowed_origin,
+        max_body_bytes=settings.max_body,
+    )
+    engine.start()
+    try:
+        await app.serve(app.create_app(engine, http), http, on_ready=show)
+    except OSError as exc:
+        raise PortError(f"port {settings.port} on {settings.host}: {exc.strerror or exc}") from None
+    finally:
+        await engine.close(0)
+
+
+def _start_screen(
+    settings: Settings,
+    prepared: Prepared,
+    engine: AsyncEngine,
+    placements: tuple[Placement, ...],
+    keys: tuple[str, ...],
+    started: float,
+) -> StartScreen:
+    info = engine.info
+    return StartScreen(
+        model=info.name,
+        family=info.architecture,
+        n_params=info.n_params,
+        size_bytes=info.size_bytes,
+        quantization=info.quantization,
+        max_model_len=info.n_ctx,
+        kv_tokens=info.kv_tokens,
+        max_num_seqs=settings.max_num_seqs,
+        threads=prepared.choice.threads,
+        placements=placements,
+        url=base_url(settings.host, settings.port),
+        start_seconds=time.monotonic() - started,
+        needs_key=bool(keys),
+        open_to_network=not is_loopback(settings.host),
+        notes=prepared.plan.notes,
+    )
+
+
+def base_url(host: str, port: int) -> str:
+    """Where a client on this machine finds the server."""
+    if host in ("0.0.0.0", "::", ""):
+        host = "127.0.0.1"
+    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only this machine can reach an address that is listened on."""
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return host == "localhost"
+
+
+def api_keys(settings: Settings) -> tuple[str, ...]:
+    """Keys of --api-key and of --api-key-file, one a line. LaunchError when the file gives none."""
+    from hetero.launch import LaunchError
+
+    if settings.api_key_file is None:
+        return settings.api_key
+    try:
+        text = Path(settings.api_key_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as exc:
+        raise LaunchError(f"--api-key-file {settings.api_key_file}: {exc}") from None
+    keys = tuple(line.strip() for line in text.splitlines() if line.strip())
+    if not keys:  # an empty file must not mean "no key is needed"
+        raise LaunchError(f"--api-key-file {settings.api_key_file}: there is no key in it")
+    return (*settings.api_key, *keys)
+
+
+def bind(host: str, port: int) -> list[socket.socket]:
+    """Sockets bound to all addresses of `host`, not yet listening. Raises PortError.
+
+    Held from before the model loads, so that nobody can take the port meanwhile.
+    """
+    try:
+        infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    except (socket.gaierror, UnicodeError):
+        raise PortError(f"--host {host}: no such address") from None
+    sockets: list[socket.socket] = []
+    for family, kind, protocol, _, address in dict.fromkeys(infos):
+        sock = socket.socket(family, kind, protocol)
+        sockets.append(sock)
+        try:
+            if os.name == "posix":  # elsewhere it would let two programs share the port
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            if family == socket.AF_INET6:
+                sock.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 1)
+            sock.bind(address)
+        except OSError as exc:
+            for opened in sockets:
+                opened.close()
+            reason = "is taken by another program" if exc.errno == errno.EADDRINUSE else str(exc.strerror)
+            raise PortError(f"port {port} on {host}: {reason}; choose another with --port") from None
+    return sockets

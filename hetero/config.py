@@ -1,0 +1,277 @@
+"""Settings of `hetero serve`: from flags, then HETERO_* variables, then hetero.toml, then defaults.
+
+`python -m hetero.config` prints the reference page docs/config.md.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import difflib
+import os
+import re
+import tomllib
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+CONFIG_FILE = "hetero.toml"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
+_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
+
+# Folders and builds, read where they are needed; not settings of the server.
+ENVIRONMENT = {
+    "HETERO_CACHE_DIR": "Folder of compiled kernels. Default: `hetero` in the user's cache folder.",
+    "HETERO_MODELS": "Folder of models known by name. Default: `hetero/models` in the user's data folder.",
+    "HETERO_GGML_LIBS": "Folder of another ggml build to load in place of the one in llama-cpp-python.",
+}
+
+
+class SettingError(ValueError):
+    """A setting that cannot be used: one line that names it and where it came from."""
+
+
+def setting(default: Any, help: str, *, kind: str, low: int = 0, high: int = 1 << 62, **extra: Any) -> Any:
+    """A field of Settings. `kind`: str, int, size (bytes), list (of str), path or choice."""
+    meta = {"help": help, "kind": kind, "low": low, "high": high, **extra}
+    return field(default=default, metadata=meta)
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """Every setting of the server. Sizes are bytes, counts are plain integers, 0 means "decide for me"."""
+
+    model: str | None = setting(
+        None,
+        "Model to serve: a .gguf file, a folder with one, or a name in the model folder. Without one, the "
+        "packaged default model.",
+        kind="str",
+    )
+    host: str = setting("127.0.0.1", "Address to listen on. 0.0.0.0 lets other machines in.", kind="str")
+    port: int = setting(8080, "Port to listen on.", kind="int", low=1, high=65535)
+    device: tuple[str, ...] = setting(
+        (),
+        "Device to compute on, as `hetero devices` prints it; `CPU:threads=4` sets its threads.",
+        kind="list",
+    )
+    threads: int = setting(0, "CPU threads that compute. 0: one per available core.", kind="int", high=4096)
+    ctx: int = setting(
+        0, "Longest context of one request, in tokens. 0: what the model was trained for.", kind="int"
+    )
+    kv_memory: int = setting(
+        0, "Memory for the KV cache, such as 2GiB. 0: up to a quarter of the free memory.", kind="size"
+    )
+    kv_tokens: int = setting(
+        0, "Tokens that the KV cache holds, in place of kv_memory. 0: what kv_memory holds.", kind="int"
+    )
+    max_num_seqs: int = setting(
+        32, "Requests that are computed at the same time; more than that wait.", kind="int", low=1, high=1024
+    )
+    max_num_batched_tokens: int = setting(
+        512,
+        "Tokens computed in one step. A long prompt is cut into chunks of this size, so that it does not "
+        "hold up running requests for longer than one chunk.",
+        kind="int",
+        low=16,
+        high=65536,
+    )
+    api_key: tuple[str, ...] = setting((), "Key that clients must send.", kind="list", secret=True)
+    api_key_file: str | None = setting(None, "File with one API key on each line.", kind="path")
+    allowed_host: tuple[str, ...] = setting(
+        (),
+        "Host name, besides this machine's own, under which clients may call the server.",
+        kind="list",
+    )
+    allowed_origin: tuple[str, ...] = setting(
+        (),
+        "Origin of a web page that may call the server from a browser, such as http://localhost:3000.",
+        kind="list",
+    )
+    max_body: int = setting(32 << 20, "Largest request body, such as 32MiB.", kind="size", low=1024)
+    chat_template: str | None = setting(
+        None, "File with a Jinja chat template to use in place of the model's own.", kind="path"
+    )
+    model_name: str | None = setting(
+        None, "Name of the model in the API. Default: the file's name.", kind="str"
+    )
+    log_level: str = setting("info", "What is logged to stderr.", kind="choice", choices=LOG_LEVELS)
+
+
+SPECS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
+
+
+@dataclass(frozen=True, slots=True)
+class Loaded:
+    """Settings and, for each name, where its value came from."""
+
+    settings: Settings
+    sources: Mapping[str, str]
+
+
+def flag_name(name: str) -> str:
+    """The command-line spelling of a setting; the model is an argument."""
+    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
+
+
+def parse_size(text: str | int) -> int:
+    """Bytes of `2GiB`, `512M`, `1.5 GB` or `1024`. Units are powers of 1024. ValueError otherwise."""
+    if isinstance(text, int):
+        return text
+    match = _SIZE.fullmatch(text.strip())
+    if match is None:
+        raise ValueError("is not a size such as 512M or 2GiB")
+    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
+
+
+def load(
+    flags: Mapping[str, Any], env: Mapping[str, str] | None = None, config_file: Path | None = None
+) -> Loaded:
+    """Settings from all sources. `flags` holds only what was given on the command line.
+
+    `config_file` None looks for hetero.toml in the current folder, then in the user's configuration
+    folder. Raises SettingError.
+    """
+    env = os.environ if env is None else env
+    path = config_file or find_config_file()
+    table = read_config_file(path) if path else {}
+    values: dict[str, Any] = {}
+    sources: dict[str, str] = {}
+    for name, spec in SPECS.items():
+        variable = "HETERO_" + name.upper()
+        if name in flags:
+            raw, source, origin = flags[name], flag_name(name), "command line"
+        elif env.get(variable, "") != "":
+            raw, source, origin = env[variable], variable, variable
+            if spec.metadata["kind"] == "list":
+                raw = [part.strip() for part in raw.split(",") if part.strip()]
+        elif name in table:
+            raw, source, origin = table[name], f"{name} in {path}", str(path)
+        else:
+            values[name], sources[name] = spec.default, "default"
+            continue
+        try:
+            values[name] = _convert(spec, raw)
+        except ValueError as exc:
+            raise SettingError(f"{source}: {exc}") from None
+        sources[name] = origin
+    if values["kv_tokens"] and values["kv_memory"]:
+        raise SettingError("--kv-tokens and --kv-memory size the same cache: set one of them")
+    return Loaded(Settings(**values), sources)
+
+
+def find_config_file() -> Path | None:
+    """hetero.toml in the current folder, else in the user's configuration folder, else None."""
+    import platformdirs
+
+    user_folder = Path(platformdirs.user_config_dir("hetero", appauthor=False))
+    candidates = [Path(CONFIG_FILE), user_folder / CONFIG_FILE]
+    return next((path for path in candidates if path.is_file()), None)
+
+
+def read_config_file(path: Path) -> dict[str, Any]:
+    """The file's table; SettingError names an unknown key and the nearest known one."""
+    try:
+        with path.open("rb") as file:
+            table = tomllib.load(file)
+    except OSError as exc:
+        raise SettingError(f"{path}: {exc.strerror or exc}") from None
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        raise SettingError(f"{path}: {exc}") from None
+    for key in table:
+        if key not in SPECS:
+            near = difflib.get_close_matches(key.replace("-", "_").lower(), SPECS, n=1, cutoff=0.0)
+            raise SettingError(f"{path}: unknown setting {key!r}; did you mean {near[0]!r}?")
+    return table
+
+
+def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
+    meta = spec.metadata
+    kind = meta["kind"]
+    if kind == "list":
+        items = [raw] if isinstance(raw, str) else raw
+        if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) and i for i in items):
+            raise ValueError("must be a list of non-empty strings")
+        return tuple(items)
+    if kind in ("int", "size"):
+        return _number(raw, kind, meta["low"], meta["high"])
+    if not isinstance(raw, str) or not raw or "\0" in raw:
+        raise ValueError("must be a non-empty string")
+    if kind == "choice" and raw not in meta["choices"]:
+        raise ValueError(f"{raw!r} is not one of {', '.join(meta['choices'])}")
+    return str(Path(raw).expanduser()) if kind == "path" else raw
+
+
+def _number(raw: Any, kind: str, low: int, high: int) -> int:
+    if isinstance(raw, bool) or not isinstance(raw, (int, str)):
+        raise ValueError("must be a size such as 2GiB" if kind == "size" else "must be a whole number")
+    try:
+        value = parse_size(raw) if kind == "size" else int(raw)
+    except ValueError as exc:
+        raise ValueError(f"{raw!r} {exc if kind == 'size' else 'is not a whole number'}") from None
+    if not low <= value <= high:
+        bound = f"at least {low}" if high >= 1 << 62 else f"between {low} and {high}"
+        raise ValueError(f"must be {bound}, not {value}")
+    return value
+
+
+def describe(loaded: Loaded) -> list[tuple[str, str, str]]:
+    """(name, value, source) of each setting, as `--print-config` shows them; secrets are masked."""
+    rows = []
+    for name, spec in SPECS.items():
+        value = getattr(loaded.settings, name)
+        secret = spec.metadata.get("secret") and value
+        text = f"{len(value)} set" if secret else _show(spec, value)
+        rows.append((name, text, loaded.sources[name]))
+    return rows
+
+
+def format_size(nbytes: float) -> str:
+    """Bytes for people: 1536 -> '1.5 KiB'."""
+    for unit in ("B", "KiB", "MiB", "GiB"):
+        if abs(nbytes) < 1024:
+            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
+        nbytes /= 1024
+    return f"{nbytes:.1f} TiB"
+
+
+def _show(spec: dataclasses.Field[Any], value: Any) -> str:
+    if value is None or value == ():
+        return "-"
+    if isinstance(value, tuple):
+        return ", ".join(value)
+    return format_size(value) if spec.metadata["kind"] == "size" and value else str(value)
+
+
+def render_docs() -> str:
+    """docs/config.md, from the fields of Settings."""
+    lines = [
+        "# Settings",
+        "",
+        "Generated by `make docs` from `hetero/config.py`; do not edit.",
+        "",
+        "A setting is taken from the command line, else from its `HETERO_*` variable, else from",
+        "`hetero.toml` (in the current folder, else in the user's configuration folder, or the file given",
+        "with `--config`), else it has its default. `hetero serve --print-config` shows each with its",
+        "source. In `hetero.toml` a setting has the name of its variable in lower case without the prefix",
+        '(`kv_memory = "2GiB"`), and a list is a TOML list; in a variable the members of a list are',
+        "separated by commas. Sizes are bytes or numbers with K, M, G or T (powers of 1024).",
+        "",
+        "| flag | variable | default | meaning |",
+        "|---|---|---|---|",
+    ]
+    for name, spec in SPECS.items():
+        text = spec.metadata["help"]
+        if spec.metadata["kind"] == "list":
+            text += " May be repeated."
+        if spec.metadata["kind"] == "choice":
+            text += " One of " + ", ".join(spec.metadata["choices"]) + "."
+        default = _show(spec, spec.default)
+        lines.append(f"| `{flag_name(name)}` | `HETERO_{name.upper()}` | {default} | {text} |")
+    lines += ["", "Variables that are not settings of the server:", "", "| variable | meaning |", "|---|---|"]
+    lines += [f"| `{name}` | {text} |" for name, text in ENVIRONMENT.items()]
+    return "\n".join(lines) + "\n"
+
+
+if __name__ == "__main__":
+    print(render_docs(), end="")

@@ -1,0 +1,380 @@
+"""The loop: schedule, compute, sample, update, turn into text, deliver. One thread owns it all."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+
+from hetero import batch
+from hetero.batch import Batch, Step
+from hetero.request import FinishReason, OutputDelta, Request, TokenLogprob
+from hetero.sampling.sampler import Sampled, SamplerState
+from hetero.scheduler import Scheduler
+from hetero.stats import EngineStats
+from hetero.text.detokenizer import Detokenizer
+
+log = logging.getLogger(__name__)
+
+Sink = Callable[[OutputDelta], None]
+WAIT_SECONDS = 0.5  # how long a round waits for a device before it lets its caller look around
+
+
+class TokenizerLike(Protocol):
+    @property
+    def eog_ids(self) -> frozenset[int]: ...
+
+    def token_bytes(self, token_id: int, /) -> bytes: ...
+
+
+class GrammarLike(Protocol):
+    def fill_mask(self, row: np.ndarray, /) -> None: ...
+
+    def accept(self, token_id: int, /) -> bool: ...
+
+    @property
+    def is_finished(self) -> bool: ...
+
+
+class ResultLike(Protocol):
+    @property
+    def step_id(self) -> int: ...
+    @property
+    def logits(self) -> np.ndarray | None: ...
+    @property
+    def error(self) -> Exception | None: ...
+    @property
+    def graph_seconds(self) -> float: ...
+    @property
+    def busy_seconds(self) -> Sequence[float]: ...
+
+
+class RunnerLike(Protocol):
+    @property
+    def depth(self) -> int: ...
+
+    def submit(self, batch: Batch, /) -> None: ...
+
+    def wait(self, timeout: float | None = None, /) -> ResultLike | None: ...
+
+    def close(self) -> None: ...
+
+
+class SamplerLike(Protocol):
+    n_vocab: int
+
+    def sample(
+        self, logits: np.ndarray, states: Sequence[SamplerState], masks: Sequence[np.ndarray | None]
+    ) -> list[Sampled]: ...
+
+
+@dataclass(slots=True)
+class _Generation:
+    """What the engine keeps of a request beside what the scheduler does."""
+
+    request: Request
+    sink: Sink
+    state: SamplerState
+    detokenizer: Detokenizer
+    grammar: GrammarLike | None
+    mask: np.ndarray | None
+    scheduled: bool = False
+    last_token_time: float | None = None
+    error: str | None = None
+
+
+@dataclass(slots=True)
+class _Flight:
+    """A step whose result is not in; `error` when it could not even be submitted."""
+
+    step: Step
+    error: Exception | None = None
+
+
+@dataclass(slots=True)
+class _Outcome:
+    """What sampling did to the requests of a step, by position in the step."""
+
+    tokens: list[int | None]
+    texts: list[str]
+    logprobs: list[TokenLogprob | None]
+    finished: dict[str, FinishReason] = field(default_factory=dict)
+
+
+class Engine:
+    """Runs requests to their ends. Everything is called from one thread, sinks included.
+
+    A request whose own sampling or grammar fails ends alone, with an error. A step that a device
+    failed ends all of its requests with an error; later requests are served again.
+    """
+
+    def __init__(
+        self,
+        tokenizer: TokenizerLike,
+        scheduler: Scheduler,
+        runner: RunnerLike,
+        sampler: SamplerLike,
+        block_size: int,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.tokenizer = tokenizer
+        self.scheduler = scheduler
+        self.runner = runner
+        self.sampler = sampler
+        self.block_size = block_size
+        self.clock = clock
+        self.last_progress = clock()  # when a step last ended, or work came after a pause
+        self.failed_steps = 0  # in a row, up to now
+        self._generations: dict[str, _Generation] = {}
+        self._flights: deque[_Flight] = deque()
+        self._stats = EngineStats()
+        self._busy_since: float | None = None  # end of the step before, while there is work
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._generations)
+
+    def add(self, request: Request, sink: Sink, grammar: GrammarLike | None = None) -> None:
+        """Queue a request; `sink` gets its deltas, the last with a finish_reason. RequestError
+        when it can never fit. `grammar` is this request's own, at its start."""
+        n_vocab = self.sampler.n_vocab
+        state = SamplerState(request.params, request.prompt_token_ids, n_vocab)
+        detokenizer = Detokenizer(self.tokenizer, request.params.stop)
+        mask = None if grammar is None else np.zeros((n_vocab + 31) // 32, np.int32)
+        self.scheduler.add(request)
+        if not self._generations:
+            self.last_progress = self.clock()
+        self._generations[request.request_id] = _Generation(
+            request, sink, state, detokenizer, grammar, mask
+        )
+
+    def abort(self, request_id: str) -> None:
+        """End a request as soon as it is in no step in flight. Unknown ids are ignored."""
+        request = self.scheduler.abort(request_id)
+        if request is not None:
+            self._deliver_end(request, OutputDelta())
+
+    def abort_all(self) -> None:
+        """`abort` every request."""
+        for request_id in list(self._generations):
+            self.abort(request_id)
+
+    def fail_all(self, message: str) -> None:
+        """Tell every request that the engine is gone. Nothing else may be called afterwards."""
+        for generation in self._generations.values():
+            _send(generation, OutputDelta(finish_reason=FinishReason.ERROR, error=message))
+        self._generations.clear()
+
+    def step(self) -> bool:
+        """Fill the pipeline, then take in the oldest result, if one comes within WAIT_SECONDS.
+
+        Returns whether there is more to do.
+        """
+        if self._busy_since is None:
+            self._busy_since = self.clock()
+        while len(self._flights) < self.runner.depth and self._start_step():
+            pass
+        if self._flights:
+            flight = self._flights[0]
+            if flight.error is not None:
+                self._flights.popleft()
+                self._fail_step(flight.step, flight.error)
+            elif (result := self.runner.wait(WAIT_SECONDS)) is not None:
+                self._flights.popleft()
+                assert result.step_id == flight.step.step_id, "results out of order"
+                self._finish_step(flight.step, result)
+        if not self._flights and not self._generations:
+            self._busy_since = None
+        return self._busy_since is not None
+
+    def stats(self) -> EngineStats:
+        """A snapshot; may be called from any thread."""
+        counters, own = self.scheduler.counters, self._stats
+        return EngineStats(
+            running=self.scheduler.num_running,
+            waiting=self.scheduler.num_waiting,
+            kv_blocks=[(p.num_usable, p.num_available) for p in self.scheduler.kv.pools],
+            prompt_tokens=counters.prompt_tokens,
+            generated_tokens=counters.generated_tokens,
+            cached_tokens=counters.cached_tokens,
+            preemptions=counters.preemptions,
+            cancelled=counters.finished[FinishReason.ABORT],
+            finished={reason.value: count for reason, count in counters.finished.items()},
+            steps=counters.steps,
+            step_seconds=own.step_seconds,
+            host_seconds=own.host_seconds,
+            ttft=own.ttft.copy(),
+            inter_token=own.inter_token.copy(),
+            queue=own.queue.copy(),
+            e2e=own.e2e.copy(),
+        )
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless engine and scheduler know the same requests and steps."""
+        known = [g.request for g in self._generations.values()]
+        self.scheduler.check_invariants(known)
+        assert all(r.finish_reason is None for r in known)
+        assert self.scheduler.num_running + self.scheduler.num_waiting == len(known)
+        assert self.scheduler.num_in_flight == len(self._flights)
+
+    # -- one step --------------------------------------------------------------------------------
+
+    def _start_step(self) -> bool:
+        step = self.scheduler.schedule()
+        if step is None:
+            return False
+        flight = _Flight(step)
+        self._flights.append(flight)
+        try:
+            self.runner.submit(batch.build(step, len(self.scheduler.kv.groups), self.block_size))
+        except Exception as error:  # kept until its turn: results are taken in in order
+            flight.error = error
+        for request in step.requests:
+            generation = self._generations[request.request_id]
+            if not generation.scheduled:
+                generation.scheduled = True
+                self._stats.queue.observe(self.clock() - request.arrival_time)
+        return True
+
+    def _finish_step(self, step: Step, result: ResultLike) -> None:
+        if self.scheduler.is_doomed(step):
+            self._fail_step(step, RuntimeError("an earlier step was lost"))
+        elif result.error is not None or result.logits is None:
+            self._fail_step(step, result.error or RuntimeError("no logits came back"))
+        else:
+            try:
+                outcome = self._sample(step, result.logits)
+            except Exception as error:  # not one request's fault: the whole step is lost
+                self._fail_step(step, error)
+            else:
+                self.failed_steps = 0
+                ended = self.scheduler.update(step, outcome.tokens, outcome.finished)
+                self._deliver_step(step, outcome, ended)
+        computed = min(result.graph_seconds, max(result.busy_seconds, default=result.graph_seconds))
+        self._account(computed)
+
+    def _account(self, computed_seconds: float) -> None:
+        now = self.clock()
+        assert self._busy_since is not None
+        seconds = now - self._busy_since
+        self._busy_since = self.last_progress = now
+        self._stats.step_seconds += seconds
+        self._stats.host_seconds += max(0.0, seconds - computed_seconds)
+
+    def _fail_step(self, step: Step, error: Exception) -> None:
+        log.error("step %d of %d requests failed", step.step_id, len(step.requests), exc_info=error)
+        self.failed_steps += 1
+        self.last_progress = self.clock()
+        nothing: list[int | None] = [None] * len(step.requests)
+        for request in self.scheduler.update(step, nothing, failed=True):
+            self._generations[request.request_id].error = f"the device failed: {_one_line(error)}"
+            self._deliver_end(request, OutputDelta())
+
+    def _sample(self, step: Step, logits: np.ndarray) -> _Outcome:
+        size = len(step.requests)
+        outcome = _Outcome([None] * size, [""] * size, [None] * size)
+        due = [i for i, sampled in enumerate(step.sampled) if sampled]
+        generations = [self._generations[step.requests[i].request_id] for i in due]
+        masks = [self._mask(g) for g in generations]
+        results = self.sampler.sample(logits, [g.state for g in generations], masks) if due else []
+        for i, generation, result in zip(due, generations, results, strict=True):
+            request = generation.request
+            if request.abort_requested:
+                continue
+            if generation.error is None:
+                generation.error = result.error
+            reason: FinishReason | None = FinishReason.ERROR
+            if generation.error is None:
+                outcome.tokens[i], outcome.logprobs[i] = result.token_id, result.logprob
+                outcome.texts[i], reason = self._take_token(generation, result.token_id)
+            if reason is not None:
+                outcome.finished[request.request_id] = reason
+        return outcome
+
+    def _mask(self, generation: _Generation) -> np.ndarray | None:
+        if generation.grammar is None or generation.mask is None:
+            return None
+        try:
+            generation.grammar.fill_mask(generation.mask)
+        except Exception as error:
+            generation.error = f"response_format: {_one_line(error)}"
+            return None
+        return generation.mask
+
+    def _take_token(self, generation: _Generation, token_id: int) -> tuple[str, FinishReason | None]:
+        """The text that the token makes certain, and why the request ends with it, if it does."""
+        params = generation.request.params
+        text = ""
+        try:
+            finished = False
+            if generation.grammar is not None:
+                if not generation.grammar.accept(token_id):
+                    raise ValueError(f"token {token_id} was sampled but is not allowed")
+                finished = generation.grammar.is_finished
+            if token_id in params.stop_token_ids:
+                return "", FinishReason.STOP
+            if token_id in self.tokenizer.eog_ids:
+                finished = finished or not params.ignore_eos
+            else:
+                text = generation.detokenizer.push(token_id)
+        except Exception as error:
+            generation.error = _one_line(error)
+            return "", FinishReason.ERROR
+        return text, FinishReason.STOP if finished or generation.detokenizer.stopped else None
+
+    # -- delivery --------------------------------------------------------------------------------
+
+    def _deliver_step(self, step: Step, outcome: _Outcome, ended: Sequence[Request]) -> None:
+        now = self.clock()
+        for i, token_id in enumerate(outcome.tokens):
+            if token_id is None:
+                continue
+            generation = self._generations[step.requests[i].request_id]
+            delta = OutputDelta(text=outcome.texts[i], token_ids=[token_id])
+            logprob = outcome.logprobs[i]
+            if logprob is not None:
+                delta.logprobs.append(logprob)
+            self._observe_token(generation, now)
+            if generation.request.finish_reason is None:
+                _send(generation, delta)
+            else:
+                self._deliver_end(generation.request, delta)
+        for request in ended:
+            if request.request_id in self._generations:
+                self._deliver_end(request, OutputDelta())
+
+    def _observe_token(self, generation: _Generation, now: float) -> None:
+        if generation.last_token_time is None:
+            self._stats.ttft.observe(now - generation.request.arrival_time)
+        else:
+            self._stats.inter_token.observe(now - generation.last_token_time)
+        generation.last_token_time = now
+
+    def _deliver_end(self, request: Request, delta: OutputDelta) -> None:
+        generation = self._generations.pop(request.request_id)
+        delta.finish_reason = request.finish_reason
+        if request.finish_reason is FinishReason.ERROR:
+            delta.error = generation.error or "the request failed"
+        else:
+            delta.text += generation.detokenizer.finish()
+        delta.num_prompt_tokens = len(request.prompt_token_ids)
+        delta.num_output_tokens = len(request.output_token_ids)
+        delta.num_cached_tokens = request.num_cached_tokens
+        self._stats.e2e.observe(self.clock() - request.arrival_time)
+        _send(generation, delta)
+
+
+def _send(generation: _Generation, delta: OutputDelta) -> None:
+    try:
+        generation.sink(delta)
+    except Exception:  # one client's trouble is nobody else's
+        log.exception("delivery to request %s failed", generation.request.request_id)
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500] or type(error).__name__

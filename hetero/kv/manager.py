@@ -1,0 +1,365 @@
+"""Block tables of live requests over the pools of all KV groups, and the prefix cache."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Sequence
+
+from hetero.batch import BlockCopy
+from hetero.kv.block_pool import SCRATCH_BLOCK, BlockPool
+from hetero.kv.groups import KVGroup
+from hetero.kv.prefix_tree import Node, PrefixTree
+from hetero.request import Request
+
+
+class _Cursor:
+    """What the manager remembers of a live request beside its block tables.
+
+        blocks      0  1  2  3  4 | 5  6
+        tree        root to `node`| not full yet, or not scheduled        depth = 5
+        table[g]    .  .  x  x  x | x  x      . = SCRATCH_BLOCK           held[g] = 2
+    """
+
+    __slots__ = ("depth", "held", "node", "request")
+
+    def __init__(self, request: Request, node: Node, num_groups: int):
+        self.request = request
+        self.node = node
+        self.depth = 0
+        self.held = [0] * num_groups
+
+
+class KVManager:
+    """Decides which block holds what. Not thread-safe; the scheduler is its only user.
+
+    A full block is committed to the tree when the step that computes it is scheduled: steps run
+    in order on every stage and a layer stores all K/V of a batch before any of its tokens
+    attends, so whoever is scheduled later, or in the same step, may already attend it. A copy of
+    a block runs *before* its step computes, so its source must be from an earlier step.
+
+    A node of the tree has a block in every group without a window: when such a block is
+    reclaimed, the node goes with its subtree. Blocks of a windowed group come and go one by one.
+    Capacity is an answer: a count that may be 0, never an exception.
+    """
+
+    def __init__(self, groups: Sequence[KVGroup], block_size: int):
+        self.groups = tuple(groups)
+        self.block_size = block_size
+        self.pools = [BlockPool(g.num_blocks) for g in self.groups]
+        self.tree = PrefixTree(block_size)
+        self.num_pinned = 0  # references held by copies whose step has not ended
+        self._pins: Counter[tuple[int, int]] = Counter()
+        self._cursors: dict[str, _Cursor] = {}
+        self._step_id = 0
+
+    def begin_step(self, step_id: int) -> None:
+        """What is matched and committed from here on belongs to step `step_id` (ascending)."""
+        self._step_id = step_id
+
+    # -- capacity ----------------------------------------------------------------------------
+
+    def max_tokens(self) -> int:
+        """The longest sequence whose KV fits when it is alone (a window bounds what it needs)."""
+        fits = 2**31 - 1
+        for group, pool in zip(self.groups, self.pools, strict=True):
+            if group.window is None or pool.num_usable < self._span_blocks(group.window):
+                fits = min(fits, pool.num_usable * self.block_size)
+        return fits
+
+    def available_blocks(self) -> list[int]:
+        """Per group, blocks that can be had without taking any from a live request."""
+        return [pool.num_available for pool in self.pools]
+
+    def peak_blocks(self, num_tokens: int, chunk: int) -> list[int]:
+        """Per group, the most blocks that a sequence of `num_tokens` ever holds when it is
+        computed in chunks of at most `chunk` tokens."""
+        peaks = []
+        for group in self.groups:
+            peak = self._blocks(num_tokens)
+            if group.window is not None:
+                peak = min(peak, self._span_blocks(group.window + chunk - 1))
+            peaks.append(peak)
+        return peaks
+
+    def missing_blocks(self, request: Request, num_tokens: int, chunk: int) -> list[int]:
+        """Per group, how many blocks more the request needs to reach `num_tokens` tokens."""
+        missing = self.peak_blocks(num_tokens, chunk)
+        cursor = self._cursors.get(request.request_id)
+        if cursor is not None:
+            for g, table in enumerate(request.block_tables):
+                ahead = self._blocks(num_tokens) - len(table)
+                missing[g] = max(0, min(ahead, missing[g] - (len(table) - cursor.held[g])))
+        return missing
+
+    def _blocks(self, num_tokens: int) -> int:
+        return -(-num_tokens // self.block_size)
+
+    def _span_blocks(self, span: int) -> int:
+        return self._blocks(span - 1) + 1  # enough for `span` positions wherever they begin
+
+    # -- finding what is computed already ------------------------------------------------------
+
+    def match(self, request: Request) -> int:
+        """Adopt the longest usable run of whole blocks in the tree that continues the request.
+
+        Moves `num_computed_tokens` and returns by how much. Never covers the last token. Usable
+        is a length at which every windowed group still has all that the next position attends.
+        """
+        cursor = self._cursor(request)
+        computed, size = request.num_computed_tokens, self.block_size
+        first = computed // size
+        held = list(cursor.held)  # where the unbroken run of blocks up to here begins
+        path: list[Node] = []
+        usable = 0
+        node = cursor.node
+        for i in range(first, (request.num_tokens - 1) // size):
+            child = node.children.get(tuple(request.token_ids(i * size, (i + 1) * size)))
+            if child is None:
+                break
+            path.append(child)
+            for g, block in enumerate(child.blocks):
+                if block is None:
+                    held[g] = i + 1
+            if self._covers(held, (i + 1) * size):
+                usable = len(path)
+            node = child
+        if usable:
+            self._adopt(request, first, path[:usable])
+            cursor.node, cursor.depth = path[usable - 1], first + usable
+            self._advance(request, (first + usable) * size)
+        return request.num_computed_tokens - computed
+
+    def match_tail(self, request: Request) -> list[BlockCopy]:
+        """Extend the match inside a block: take a fresh block per group and have the equal
+        beginning of a cached one copied there (the sources stay referenced until `unpin`).
+
+        Call after `match`, and only for a request that then computes in this step; after a match
+        `allocate` has room for at least one token. No match, or no blocks: an empty list.
+        """
+        cursor = self._cursor(request)
+        start, limit = request.num_computed_tokens, request.num_tokens - 1
+        if start % self.block_size or start >= limit:
+            return []
+        wanted = tuple(request.token_ids(start, min(start + self.block_size, limit)))
+        found = self.tree.closest(cursor.node, wanted)
+        if found is None or found[0].step_id >= self._step_id:
+            return []
+        node, length = found
+        held = [cursor.depth + 1 if b is None else h for h, b in zip(cursor.held, node.blocks, strict=True)]
+        if not self._covers(held, start + length):
+            return []
+        sources = [block for block in node.blocks if block is not None]
+        for pool, block in zip(self.pools, sources, strict=True):
+            pool.acquire(block)
+        if not all(self.available_blocks()):
+            for pool, block in zip(self.pools, sources, strict=True):
+                pool.release(block)
+            return []
+        copies = []
+        for g, source in enumerate(sources):
+            target = self._take(g)
+            request.block_tables[g].append(target)
+            copies.append(BlockCopy(g, source, target))
+            self._pins[g, source] += 1
+        self.num_pinned += len(copies)
+        self._advance(request, start + length)
+        return copies
+
+    def unpin(self, copies: Iterable[BlockCopy]) -> None:
+        """The step that makes these copies has ended: their sources may go."""
+        for copy in copies:
+            self.pools[copy.group].release(copy.src)
+            self._pins[copy.group, copy.src] -= 1
+            self.num_pinned -= 1
+        self._pins = +self._pins
+
+    def _covers(self, held: Sequence[int], length: int) -> bool:
+        return all(
+            first * self.block_size <= group.first_needed(length)
+            for first, group in zip(held, self.groups, strict=True)
+        )
+
+    def _adopt(self, request: Request, first: int, path: Sequence[Node]) -> None:
+        length = (first + len(path)) * self.block_size
+        for g, (pool, table) in enumerate(zip(self.pools, request.block_tables, strict=True)):
+            needed = self.groups[g].first_needed(length) // self.block_size
+            if first < len(table):  # the block that was being filled: somebody has it whole
+                pool.release(table.pop())
+            for i, node in enumerate(path, first):
+                block = node.blocks[g] if i >= needed else None
+                if block is not None:
+                    pool.acquire(block)
+                table.append(SCRATCH_BLOCK if block is None else block)
+
+    def _advance(self, request: Request, num_computed: int) -> None:
+        if request.num_preemptions == 0:  # later it would be what the request itself computed
+            prompt = len(request.prompt_token_ids)
+            found = min(num_computed, prompt) - min(request.num_computed_tokens, prompt)
+            request.num_cached_tokens += found
+        request.num_computed_tokens = num_computed
+        self.trim(request)
+
+    # -- blocks for what is to be computed ------------------------------------------------------
+
+    def allocate(self, request: Request, num_tokens: int) -> int:
+        """Blocks for the next `num_tokens` tokens, or for as many of them as there is room for.
+
+        Returns that number. Reclaims idle blocks, the longest unused first.
+        """
+        self._cursor(request)
+        computed = request.num_computed_tokens
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            room = (len(table) + pool.num_available) * self.block_size - computed
+            num_tokens = min(num_tokens, room)
+        for g, table in enumerate(request.block_tables):
+            for _ in range(self._blocks(computed + num_tokens) - len(table)):
+                table.append(self._take(g))
+        return num_tokens
+
+    def trim(self, request: Request) -> None:
+        """Give back the blocks that no position from `num_computed_tokens` on attends."""
+        cursor = self._cursors[request.request_id]
+        for g, group in enumerate(self.groups):
+            table = request.block_tables[g]
+            needed = min(group.first_needed(request.num_computed_tokens) // self.block_size, len(table))
+            for i in range(cursor.held[g], needed):
+                if table[i] != SCRATCH_BLOCK:
+                    self.pools[g].release(table[i])
+                    table[i] = SCRATCH_BLOCK
+            cursor.held[g] = max(cursor.held[g], needed)
+
+    def _take(self, g: int) -> int:
+        pool = self.pools[g]
+        block = pool.allocate()
+        if block is None:
+            idle = pool.oldest_idle()
+            assert idle is not None, "the caller checked that a block is available"
+            self._reclaim(g, idle)
+            block = pool.allocate()
+            assert block is not None
+        return block
+
+    def _reclaim(self, g: int, block: int) -> None:
+        node: Node = self.pools[g].owner(block)
+        if self.groups[g].window is None:
+            self._drop(node)
+            return
+        self.pools[g].forget(block)
+        node.blocks[g] = None
+        self._prune(node)
+
+    def _drop(self, node: Node) -> None:
+        for gone in self.tree.drop(node):
+            for pool, block in zip(self.pools, gone.blocks, strict=True):
+                if block is not None:
+                    pool.forget(block)
+
+    def _prune(self, node: Node) -> None:
+        while node.parent is not None and not node.children and not any(node.blocks):
+            parent = node.parent
+            self.tree.drop(node)
+            node = parent
+
+    # -- the cache -------------------------------------------------------------------------------
+
+    def commit(self, request: Request, num_tokens: int) -> None:
+        """Enter the full blocks of the first `num_tokens` tokens into the tree. All of these
+        tokens must be known for good (no unverified drafts) and computed or scheduled."""
+        cursor = self._cursors[request.request_id]
+        if not self.tree.attached(cursor.node):
+            cursor.node, cursor.depth = self.tree.root, 0
+        size = self.block_size
+        for i in range(cursor.depth, num_tokens // size):
+            tokens = tuple(request.token_ids(i * size, (i + 1) * size))
+            cursor.node = self._enter(cursor.node, tokens, request, i, self._step_id)
+            cursor.depth = i + 1
+        self._prune(cursor.node)
+
+    def _enter(self, parent: Node, tokens: tuple[int, ...], request: Request, i: int, step_id: int) -> Node:
+        node = parent.children.get(tokens)
+        if node is None:
+            node = self.tree.insert(parent, tokens, [None] * len(self.groups), step_id)
+            shorter = self.tree.shorter_tail(node)
+            if shorter is not None:
+                self._drop(shorter)
+        for g, table in enumerate(request.block_tables):
+            # An entry that is there stays: it may be in use, and this request's block is as good.
+            if node.blocks[g] is None and table[i] != SCRATCH_BLOCK:
+                self.pools[g].keep(table[i], node)
+                node.blocks[g] = table[i]
+                node.step_id = max(node.step_id, step_id)
+        return node
+
+    def release(self, request: Request, *, cache: bool) -> None:
+        """Give back all blocks of a request that is in no step in flight.
+
+        With `cache` its computed tokens stay in the tree, the last, partly filled block
+        included, until the blocks are needed.
+        """
+        cursor = self._cursors.get(request.request_id)
+        if cursor is None:
+            return
+        if cache:
+            computed = request.num_computed_tokens
+            self.commit(request, computed)
+            start = computed - computed % self.block_size
+            tail = tuple(request.token_ids(start, computed))
+            if tail and self.tree.attached(cursor.node):
+                found = self.tree.closest(cursor.node, tail)
+                if found is None or found[1] < len(tail):
+                    self._prune(self._enter(cursor.node, tail, request, cursor.depth, 0))
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            for block in reversed(table):  # tails become reclaimable first
+                if block != SCRATCH_BLOCK:
+                    pool.release(block)
+        request.block_tables = []
+        del self._cursors[request.request_id]
+
+    def clear_cache(self) -> None:
+        """Forget all prefixes; live requests keep their blocks."""
+        for node in list(self.tree.root.children.values()):
+            self._drop(node)
+
+    def _cursor(self, request: Request) -> _Cursor:
+        cursor = self._cursors.get(request.request_id)
+        if cursor is None:
+            cursor = _Cursor(request, self.tree.root, len(self.groups))
+            self._cursors[request.request_id] = cursor
+            request.block_tables = [[] for _ in self.groups]
+        elif not self.tree.attached(cursor.node):
+            self.commit(request, request.num_computed_tokens)
+        return cursor
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless tables, pins, tree and pools agree. O(everything)."""
+        self.tree.check_invariants()
+        references = Counter(self._pins)
+        for cursor in self._cursors.values():
+            self._check_tables(cursor)
+            for g, table in enumerate(cursor.request.block_tables):
+                references.update((g, block) for block in table if block != SCRATCH_BLOCK)
+        assert self.num_pinned == sum(self._pins.values())
+        owned: dict[tuple[int, int], Node] = {}
+        for node in self.tree.nodes():
+            assert any(node.blocks) or node.children, "an empty leaf"
+            for g, kept in enumerate(node.blocks):
+                assert kept is not None or self.groups[g].window is not None, "a hole in a full group"
+                if kept is not None:
+                    assert (g, kept) not in owned, f"block {kept} of group {g} is in two nodes"
+                    owned[g, kept] = node
+        for g, pool in enumerate(self.pools):
+            pool.check_invariants()
+            for block in range(pool.num_blocks):
+                assert pool.ref_counts[block] == references[g, block], f"group {g} block {block}"
+                assert pool.owner(block) is owned.get((g, block))
+
+    def _check_tables(self, cursor: _Cursor) -> None:
+        request = cursor.request
+        assert len(request.block_tables) == len(self.groups)
+        for g, table in enumerate(request.block_tables):
+            assert len(table) >= self._blocks(request.num_computed_tokens)
+            needed = self.groups[g].first_needed(request.num_computed_tokens) // self.block_size
+            assert cursor.held[g] >= min(needed, len(table)), "a block outside the window is held"
+            assert cursor.held[g] <= needed, "a block inside the window was given back"
+            for i, block in enumerate(table):
+                assert (block == SCRATCH_BLOCK) == (i < cursor.held[g]), f"hole at {i} in group {g}"

@@ -1,0 +1,60 @@
+"""A pipeline stage: a backend's layers, and the thread that drives them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backends.base import StageBackend
+from hetero.batch import Batch
+
+
+@dataclass(slots=True)
+class StepState:
+    """A step on its way through the stages."""
+
+    batch: Batch
+    output: np.ndarray | None = None  # hidden rows between stages, logits after the last
+    error: Exception | None = None
+    graph_seconds: float = 0.0  # summed over the stages it has passed
+    busy_seconds: list[float] = field(default_factory=list)  # one per stage, graph and transfers
+
+
+class Stage:
+    """Takes steps in order, runs them on its backend and hands them to `deliver`.
+
+    A step that failed in an earlier stage passes through untouched, so that order is kept.
+    """
+
+    def __init__(self, backend: StageBackend, deliver: Callable[[StepState], None], name: str):
+        self.backend = backend
+        self._deliver = deliver
+        self._inbox: queue.SimpleQueue[StepState | None] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._work, name=name, daemon=True)
+        self._thread.start()
+
+    def put(self, state: StepState) -> None:
+        self._inbox.put(state)
+
+    def close(self) -> None:
+        """Finish what was put, stop the thread, free the device."""
+        self._inbox.put(None)
+        self._thread.join()
+        self.backend.close()
+
+    def _work(self) -> None:
+        while (state := self._inbox.get()) is not None:
+            start = time.perf_counter()
+            if state.error is None:
+                try:
+                    state.output = self.backend.compute(state.batch, state.output)
+                    state.graph_seconds += self.backend.graph_seconds
+                except Exception as error:  # the step is lost, the thread must live
+                    state.error = error
+            state.busy_seconds.append(time.perf_counter() - start)
+            self._deliver(state)

@@ -1,0 +1,100 @@
+"""The one internal form of a generation request, and of what comes back."""
+
+from __future__ import annotations
+
+import enum
+import time
+from dataclasses import dataclass, field
+
+from hetero.sampling.params import SamplingParams
+
+
+class RequestStatus(enum.Enum):
+    WAITING = "waiting"
+    RUNNING = "running"
+    PREEMPTED = "preempted"  # waiting again, its blocks given back; recomputed on return
+    FINISHED = "finished"
+
+
+class FinishReason(enum.StrEnum):
+    STOP = "stop"  # end-of-generation token, stop string or stop token
+    LENGTH = "length"  # max_tokens or the context is full
+    ABORT = "abort"  # the client went away or the server is draining
+    ERROR = "error"  # the device failed under it
+
+
+@dataclass(eq=False, slots=True)
+class Request:
+    """One sequence on its way through the engine.
+
+    Its tokens are `prompt_token_ids + output_token_ids`. `num_computed_tokens` of them have their
+    KV in `block_tables` (or will have once the steps in flight end); the scheduler makes that
+    number catch up with `num_tokens`, whether by prefill, decode or after a preemption.
+    `block_tables[g]` is the block table of KV group g (see hetero.kv.groups).
+    """
+
+    request_id: str
+    prompt_token_ids: list[int]
+    params: SamplingParams
+    arrival_time: float = field(default_factory=time.monotonic)
+    output_token_ids: list[int] = field(default_factory=list)
+    draft_token_ids: list[int] = field(default_factory=list)
+    status: RequestStatus = RequestStatus.WAITING
+    num_computed_tokens: int = 0
+    num_cached_tokens: int = 0  # prompt tokens that were found, not computed
+    block_tables: list[list[int]] = field(default_factory=list)
+    num_preemptions: int = 0
+    finish_reason: FinishReason | None = None
+    in_flight: bool = False  # part of a step whose result is not in yet
+    abort_requested: bool = False
+
+    @property
+    def num_tokens(self) -> int:
+        return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def token_ids(self, start: int, stop: int) -> list[int]:
+        """Tokens [start, stop) of prompt + output, without building the whole list."""
+        n_prompt = len(self.prompt_token_ids)
+        if stop <= n_prompt:
+            return self.prompt_token_ids[start:stop]
+        if start >= n_prompt:
+            return self.output_token_ids[start - n_prompt : stop - n_prompt]
+        return self.prompt_token_ids[start:] + self.output_token_ids[: stop - n_prompt]
+
+
+@dataclass(slots=True)
+class TokenLogprob:
+    """Log-probabilities (natural log, of the model's own distribution) at one output position."""
+
+    token_id: int
+    logprob: float
+    top: list[tuple[int, float]]
+
+
+@dataclass(slots=True)
+class OutputDelta:
+    """What a request produced since the last delta. The last one has `finish_reason` set.
+
+    `text` holds whole UTF-8 characters only and never a part of a stop string. Token ids and
+    logprobs are those generated since the last delta, whether or not their text is out yet.
+    """
+
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    logprobs: list[TokenLogprob] = field(default_factory=list)
+    finish_reason: FinishReason | None = None
+    error: str | None = None
+    num_prompt_tokens: int = 0
+    num_output_tokens: int = 0
+    num_cached_tokens: int = 0
+
+
+class RequestError(ValueError):
+    """A request that cannot be served as asked. `field` is the client's name for what is wrong,
+    `code` a machine-readable reason such as "context_length_exceeded"."""
+
+    def __init__(self, message: str, field: str | None = None, code: str | None = None):
+        super().__init__(message)
+        self.message = message
+        self.field = field
+        self.code = code

@@ -1,0 +1,393 @@
+"""Which tokens of which requests the next step computes."""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Collection, Mapping, Sequence
+
+from hetero.batch import Step
+from hetero.kv.manager import KVManager
+from hetero.request import FinishReason, Request, RequestError, RequestStatus
+from hetero.stats import SchedulerCounters
+
+# After so many preemptions a request comes back only when nothing can preempt it again.
+MAX_PREEMPTIONS = 3
+
+
+class Scheduler:
+    """Decides steps. There is no prefill or decode phase: every request has
+    `num_computed_tokens` catching up with `num_tokens`, under one budget of tokens per step.
+
+    Order is arrival order everywhere: `_running` is a beginning of it, `_waiting` the rest. Only
+    the head of `_waiting` is admitted, so nobody starves. A step serves older requests first, but
+    what the streams that need one token each will take is set aside before a longer catching-up
+    gets its chunk, so a prefill never stalls them.
+
+    When the pool is full, the newest running request gives its blocks back and waits at the head
+    of the queue. A request only ever preempts newer ones; otherwise it waits where it is. After a
+    preemption nobody is admitted until a request has ended, unless the worst case of all fits.
+    After MAX_PREEMPTIONS, a request is admitted only when the worst case of all older ones and
+    itself fits: newer ones are preempted before it, so it is never preempted again.
+
+    A request is in at most one step in flight. With P pipeline stages up to P steps are in
+    flight, each with its share of the running requests.
+
+    `num_computed_tokens` advances in `update`; while a request is in flight it is the position
+    where its scheduled tokens start. Updates come in the order of the steps.
+    """
+
+    def __init__(
+        self,
+        kv: KVManager,
+        max_num_seqs: int,
+        max_num_batched_tokens: int,
+        max_model_len: int,
+        pipeline_depth: int = 1,
+    ):
+        if min(max_num_seqs, max_num_batched_tokens, max_model_len, pipeline_depth) < 1:
+            raise ValueError("the scheduler's limits must be at least 1")
+        self.kv = kv
+        # More sequences than tokens per step could not all advance in every step.
+        self.max_num_seqs = min(max_num_seqs, max_num_batched_tokens)
+        self.max_num_batched_tokens = max_num_batched_tokens
+        self.max_model_len = min(max_model_len, kv.max_tokens())
+        self.pipeline_depth = pipeline_depth
+        self.counters = SchedulerCounters()
+        self._waiting: deque[Request] = deque()
+        self._running: list[Request] = []
+        self._requests: dict[str, Request] = {}
+        self._arrival: dict[str, int] = {}
+        self._num_added = 0
+        self._steps: dict[int, Step] = {}  # in flight
+        self._doomed: set[int] = set()  # in flight behind a step that failed
+        self._last_step_id = 0
+        self._admission_held = False
+        self._refused: tuple[str, int, list[int]] | None = None  # who lacked room, when, with how much
+
+    # -- requests ------------------------------------------------------------------------------
+
+    @property
+    def num_running(self) -> int:
+        return len(self._running)
+
+    @property
+    def num_waiting(self) -> int:
+        return len(self._waiting)
+
+    @property
+    def num_in_flight(self) -> int:
+        """Steps whose result is not in."""
+        return len(self._steps)
+
+    @property
+    def has_work(self) -> bool:
+        return bool(self._requests)
+
+    def check_fits(self, num_prompt_tokens: int) -> None:
+        """Raise RequestError when a prompt of this length leaves no room for one token."""
+        if num_prompt_tokens >= self.max_model_len:
+            raise RequestError(
+                f"the prompt has {num_prompt_tokens} tokens; together with at least one generated token "
+                f"it must fit into a context of {self.max_model_len} tokens",
+                field="prompt",
+                code="context_length_exceeded",
+            )
+        if num_prompt_tokens < 1:
+            raise RequestError("the prompt has no tokens", field="prompt", code=None)
+
+    def max_total_tokens(self, request: Request) -> int:
+        """Tokens of prompt and output after which the request ends with "length"."""
+        prompt = len(request.prompt_token_ids)
+        if request.params.max_tokens is None:
+            return self.max_model_len
+        return min(self.max_model_len, prompt + request.params.max_tokens)
+
+    def add(self, request: Request) -> None:
+        """Queue a new request. Raises RequestError when it can never fit, ValueError when a
+        request with its id is still here."""
+        self.check_fits(len(request.prompt_token_ids))
+        if request.request_id in self._requests:
+            raise ValueError(f"request {request.request_id} is already here")
+        self._requests[request.request_id] = request
+        self._arrival[request.request_id] = self._num_added
+        self._num_added += 1
+        self._waiting.append(request)
+
+    def abort(self, request_id: str) -> Request | None:
+        """End a request. Returns it when it ended at once; when it is in flight it ends with the
+        update of its step (None). None also for an unknown id."""
+        request = self._requests.get(request_id)
+        if request is None:
+            return None
+        if request.in_flight:
+            request.abort_requested = True
+            return None
+        if request.status is RequestStatus.RUNNING:
+            self._running.remove(request)
+        else:
+            self._waiting.remove(request)
+        self._end(request, FinishReason.ABORT, cache=True)
+        return request
+
+    # -- deciding ------------------------------------------------------------------------------
+
+    def schedule(self) -> Step | None:
+        """The next step, or None when there is nothing to compute now.
+
+        None with nothing in flight means that no request is here.
+        """
+        self._last_step_id += 1
+        step = Step(self._last_step_id)
+        self.kv.begin_step(step.step_id)
+        self._schedule_running(step)
+        self._schedule_waiting(step)
+        if not step.requests:
+            return None
+        self._steps[step.step_id] = step
+        self.counters.steps += 1
+        return step
+
+    def _schedule_running(self, step: Step) -> None:
+        ready = [r for r in self._running if not r.in_flight]
+        ready = ready[: self._share(len(self._running))]
+        set_aside = sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)
+        for request in ready:
+            if request.status is not RequestStatus.RUNNING:
+                continue  # preempted for an older one in this very step
+            budget = self.max_num_batched_tokens - step.num_tokens
+            if request.num_tokens - request.num_computed_tokens == 1:
+                set_aside -= 1
+            else:
+                budget -= set_aside
+            if budget < 1:
+                continue
+            count = self._claim(request, budget, step)
+            while count == 0 and self._preempt_newer_than(request, step):
+                count = self._claim(request, budget, step)
+            if count:
+                self._put(request, count, step)
+
+    def _schedule_waiting(self, step: Step) -> None:
+        everybody = min(self.max_num_seqs, len(self._running) + len(self._waiting))
+        while (
+            self._waiting
+            and len(self._running) < self.max_num_seqs
+            and len(step.requests) < self._share(everybody)
+            and step.num_tokens < self.max_num_batched_tokens
+        ):
+            request = self._waiting[0]
+            if not self._may_admit(request):
+                break
+            self.kv.match(request)
+            if self._running and not self._has_room(request):
+                self._take_back(request)
+                self._refused = (request.request_id, step.step_id, self.kv.available_blocks())
+                break
+            count = self._claim(request, self.max_num_batched_tokens - step.num_tokens, step)
+            if count == 0:
+                self._take_back(request)
+                break
+            self._waiting.popleft()
+            self._running.append(request)
+            if request.status is RequestStatus.WAITING:
+                self.counters.prompt_tokens += len(request.prompt_token_ids)
+            request.status = RequestStatus.RUNNING
+            self._put(request, count, step)
+
+    def _share(self, num_requests: int) -> int:
+        return -(-num_requests // self.pipeline_depth)
+
+    def _claim(self, request: Request, budget: int, step: Step) -> int:
+        """Reuse what is cached, then take blocks for up to `budget` further tokens."""
+        if request.num_tokens - request.num_computed_tokens > 1:
+            self.kv.match(request)
+            step.copies += self.kv.match_tail(request)
+        return self.kv.allocate(request, min(budget, request.num_tokens - request.num_computed_tokens))
+
+    def _put(self, request: Request, count: int, step: Step) -> None:
+        end = request.num_computed_tokens + count
+        step.requests.append(request)
+        step.num_scheduled_tokens.append(count)
+        step.sampled.append(end == request.num_tokens)
+        request.in_flight = True
+        self.kv.commit(request, end)
+
+    # -- room ----------------------------------------------------------------------------------
+
+    def _may_admit(self, request: Request) -> bool:
+        if not self._running:
+            return True  # alone it fits
+        if self._admission_held or request.num_preemptions >= MAX_PREEMPTIONS:
+            return self._worst_case_fits(request)
+        return not self._still_refused(request)
+
+    def _still_refused(self, request: Request) -> bool:
+        """Whether the request lacked room a few steps ago, and there is no more now.
+
+        Spares the walk through the tree in each step; now and then the tree has grown.
+        """
+        if self._refused is None or self._refused[0] != request.request_id:
+            return False
+        _, step_id, available = self._refused
+        recent = self._last_step_id - step_id < self.kv.block_size
+        return recent and all(
+            now <= then for now, then in zip(self.kv.available_blocks(), available, strict=True)
+        )
+
+    def _worst_case_fits(self, request: Request) -> bool:
+        """Whether all that runs and `request` can go to their ends without any preemption."""
+        peaks = [
+            self.kv.peak_blocks(self.max_total_tokens(r), self.max_num_batched_tokens)
+            for r in (*self._running, request)
+        ]
+        usable = [pool.num_usable for pool in self.kv.pools]
+        return all(sum(need) <= most for need, most in zip(zip(*peaks, strict=True), usable, strict=True))
+
+    def _has_room(self, request: Request) -> bool:
+        """Whether what all have to catch up with fits, and one block more for each to grow.
+
+        Admitting on less would compute a prompt only to preempt it.
+        """
+        room = self.kv.available_blocks()
+        for r in (*self._running, request):
+            goal = min(r.num_tokens + self.kv.block_size, self.max_total_tokens(r))
+            missing = self.kv.missing_blocks(r, goal, self.kv.block_size)
+            room = [have - need for have, need in zip(room, missing, strict=True)]
+        return min(room) >= 0
+
+    def _take_back(self, request: Request) -> None:
+        """Undo the match of a request that is not admitted after all."""
+        self.kv.release(request, cache=False)
+        request.num_computed_tokens = 0
+        if request.num_preemptions == 0:
+            request.num_cached_tokens = 0
+
+    def _preempt_newer_than(self, request: Request, step: Step) -> bool:
+        """Preempt the newest running request for `request`. False when it has to wait instead:
+        it is the newest itself, the newest is in flight, or copies that end soon hold blocks."""
+        newest = self._running[-1]
+        if newest is request or newest.in_flight or self.kv.num_pinned:
+            return False
+        self._running.pop()
+        self.kv.release(newest, cache=True)
+        newest.num_computed_tokens = 0
+        newest.num_preemptions += 1
+        newest.status = RequestStatus.PREEMPTED
+        self._waiting.appendleft(newest)
+        self._admission_held = True
+        self.counters.preemptions += 1
+        step.preempted_ids.append(newest.request_id)
+        return True
+
+    # -- results -------------------------------------------------------------------------------
+
+    def is_doomed(self, step: Step) -> bool:
+        """Whether a step in flight rests on an earlier one that failed, so that it fails as well."""
+        return step.step_id in self._doomed
+
+    def update(
+        self,
+        step: Step,
+        sampled: Sequence[int | None],
+        finished: Mapping[str, FinishReason] | None = None,
+        *,
+        failed: bool = False,
+    ) -> list[Request]:
+        """Take in the result of the oldest step in flight. Returns the requests that ended.
+
+        `sampled[i]` is the next token of `step.requests[i]` where `step.sampled[i]`, else None.
+        `finished` maps the ids of requests that end with it (stop, own error) to the reason;
+        "length" and aborts are found here. `failed`: the step was not (wholly) computed. Its
+        requests and those of later steps in flight end with an error, and nothing in the cache is
+        trusted any more.
+        """
+        del self._steps[step.step_id]
+        self.kv.unpin(step.copies)
+        if failed:
+            self._doomed.update(self._steps)
+        failed = failed or self.is_doomed(step)
+        self._doomed.discard(step.step_id)
+        ended = []
+        for i, request in enumerate(step.requests):
+            request.in_flight = False
+            reason: FinishReason | None = FinishReason.ERROR
+            if not failed:
+                request.num_computed_tokens += step.num_scheduled_tokens[i]
+                self.kv.trim(request)
+                reason = (finished or {}).get(request.request_id)
+                reason = self._take_token(request, step.sampled[i], sampled[i], reason)
+            if reason is not None:
+                ended.append(request)
+                request.finish_reason = reason
+        if ended:
+            gone = set(map(id, ended))
+            self._running = [r for r in self._running if id(r) not in gone]
+        for request in ended:
+            assert request.finish_reason is not None
+            self._end(request, request.finish_reason, cache=not failed)
+        if failed:
+            self._distrust_cache()
+        return ended
+
+    def _take_token(
+        self, request: Request, due: bool, token: int | None, reason: FinishReason | None
+    ) -> FinishReason | None:
+        if token is not None:
+            request.output_token_ids.append(token)
+            self.counters.generated_tokens += 1
+        if request.abort_requested:
+            return FinishReason.ABORT
+        if reason is not None:
+            return reason
+        if due and token is None:
+            return FinishReason.ERROR  # without a next token it could never go on
+        if request.num_tokens >= self.max_total_tokens(request):
+            return FinishReason.LENGTH
+        return None
+
+    def _end(self, request: Request, reason: FinishReason, *, cache: bool) -> None:
+        self.kv.release(request, cache=cache)
+        request.status = RequestStatus.FINISHED
+        request.finish_reason = reason
+        del self._requests[request.request_id]
+        del self._arrival[request.request_id]
+        self._admission_held = False
+        self._refused = None
+        self.counters.finished[reason] += 1
+        self.counters.cached_tokens += request.num_cached_tokens
+
+    def _distrust_cache(self) -> None:
+        """After a failure: what is not in flight may rest on blocks that were never computed."""
+        for request in self._running:
+            if not request.in_flight:
+                self.kv.release(request, cache=False)
+                request.num_computed_tokens = 0
+                request.num_cached_tokens = 0
+        self.kv.clear_cache()
+
+    def check_invariants(self, known: Collection[Request] = ()) -> None:
+        """Raise AssertionError unless queues, states and block tables agree. O(everything).
+
+        `known`: requests that ended must hold nothing.
+        """
+        self.kv.check_invariants()
+        order = [self._arrival[r.request_id] for r in (*self._running, *self._waiting)]
+        assert order == sorted(order) and len(set(order)) == len(order), "not in arrival order"
+        assert set(self._requests) == set(self._arrival) and len(order) == len(self._requests)
+        assert len(self._running) <= self.max_num_seqs
+        in_flight = [r.request_id for step in self._steps.values() for r in step.requests]
+        assert len(set(in_flight)) == len(in_flight), "a request is in two steps"
+        for request in self._running:
+            assert request.status is RequestStatus.RUNNING
+            assert request.in_flight == (request.request_id in in_flight)
+            assert request.num_computed_tokens < request.num_tokens < self.max_total_tokens(request)
+            assert request.num_preemptions <= MAX_PREEMPTIONS
+        for request in self._waiting:
+            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
+            assert not request.in_flight and not request.block_tables
+        for request in known:
+            assert (request.status is RequestStatus.FINISHED) == (request.request_id not in self._requests)
+            assert 0 <= request.num_cached_tokens < len(request.prompt_token_ids)
+            if request.status is RequestStatus.FINISHED:
+                assert not request.block_tables and not request.in_flight
+        assert self.kv.num_pinned == sum(len(step.copies) for step in self._steps.values())

@@ -1,0 +1,180 @@
+"""The HTTP application: routes, what wraps them, and how it is run and stopped.
+
+GET, HEAD  /health                200 while generation can progress, else 503 with the reason
+           /metrics               Prometheus
+           /v1/models             the one model; also under `models`, as llama-server has it
+           /v1/models/{id}
+POST       /v1/chat/completions   any model name is accepted and answered by the one model
+           /v1/completions
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import signal
+from collections.abc import Awaitable, Callable
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+
+from hetero.server import chat, completions, openai
+from hetero.server.body import read_json
+from hetero.server.errors import ApiError, as_api_error, json_response
+from hetero.server.generate import Active, Answer, Generation
+from hetero.server.metrics import Metrics
+from hetero.server.protocol import Runner
+from hetero.server.security import Gate, is_preflight
+from hetero.server.settings import ServerSettings
+
+if TYPE_CHECKING:
+    from hetero.async_engine import AsyncEngine
+
+__all__ = ["ServerSettings", "create_app", "serve"]
+
+log = logging.getLogger(__name__)
+ABORT_SECONDS = 5.0  # for the error events, once a drain has run out of time
+
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+Prepare = Callable[
+    [dict[str, Any], "AsyncEngine", ServerSettings, Active], Awaitable[tuple[Answer, Generation]]
+]
+ACTIVE = web.AppKey("active", Active)
+
+
+def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application:
+    """The application over a started engine. `serve` runs it."""
+    gate, metrics, active = Gate(settings), Metrics(engine), Active()
+    app = web.Application(middlewares=[_wrapper(gate, metrics)], client_max_size=settings.max_body_bytes)
+    app[ACTIVE] = active
+
+    async def add_cors(request: web.Request, response: web.StreamResponse) -> None:
+        response.headers.update(gate.cors_headers(request))
+
+    async def health(request: web.Request) -> web.Response:
+        ok, reason = (False, "the server is stopping") if active.draining else engine.health()
+        if ok:
+            return json_response({"status": "ok"})
+        return json_response({"status": "unavailable", "reason": reason}, status=503)
+
+    async def models(request: web.Request) -> web.Response:
+        return json_response(_model_list(engine))
+
+    async def model(request: web.Request) -> web.Response:
+        if request.match_info["id"] != engine.info.name:
+            raise ApiError(404, "no model of this name is served here", param="model", code="model_not_found")
+        return json_response(_model_list(engine)["data"][0])
+
+    def generating(prepare: Prepare) -> Handler:
+        async def handler(request: web.Request) -> web.StreamResponse:
+            openai.check_alive(engine, active.draining)
+            with active.request():
+                body = await read_json(request, settings)
+                answer, generation = await prepare(body, engine, settings, active)
+                return await answer.respond(request, settings, generation)
+
+        return handler
+
+    app.on_response_prepare.append(add_cors)
+    app.router.add_get("/health", health)
+    app.router.add_get("/metrics", metrics.handle)
+    app.router.add_get("/v1/models", models)
+    app.router.add_get("/v1/models/{id:.+}", model)
+    app.router.add_post("/v1/chat/completions", generating(chat.prepare))
+    app.router.add_post("/v1/completions", generating(completions.prepare))
+    return app
+
+
+def _wrapper(gate: Gate, metrics: Metrics) -> Any:
+    @web.middleware
+    async def wrap(request: web.Request, handler: Handler) -> web.StreamResponse:
+        response: web.StreamResponse
+        try:
+            gate.check_host(request)
+            gate.check_origin(request)
+            if is_preflight(request):
+                return gate.preflight(request)
+            gate.check_key(request)
+            response = await handler(request)
+        except Exception as error:
+            response = as_api_error(error).response()
+        resource = request.match_info.route.resource
+        metrics.count(resource.canonical if resource else "other", response.status)
+        return response
+
+    return wrap
+
+
+def _model_list(engine: AsyncEngine) -> dict[str, Any]:
+    info = engine.info
+    meta = {
+        "n_ctx": info.n_ctx, "n_vocab": info.n_vocab, "n_params": info.n_params, "size": info.size_bytes,
+    }  # fmt: skip
+    entry = {
+        "id": info.name, "object": "model", "created": info.created, "owned_by": "hetero", "meta": meta,
+    }  # fmt: skip
+    details = {
+        "format": "gguf", "family": info.architecture, "families": [info.architecture],
+        "quantization_level": info.quantization,
+    }  # fmt: skip
+    capabilities = ["completion"]
+    also = {"name": info.name, "model": info.name, "capabilities": capabilities, "details": details}
+    return {"object": "list", "data": [entry], "models": [also]}
+
+
+async def serve(
+    app: web.Application,
+    settings: ServerSettings,
+    *,
+    on_ready: Callable[[str, int], None] | None = None,
+    stop: asyncio.Event | None = None,
+) -> None:
+    """Listen until `stop` is set, or SIGINT or SIGTERM comes when there is no `stop`; then drain and return.
+
+    `on_ready` gets the address and the real port. While draining, new requests get a 503; running ones may
+    finish within `settings.drain` seconds, or until a second signal, and then end with an error. Raises
+    OSError when the address cannot be bound.
+    """
+    runner = Runner(app)
+    await runner.setup()
+    try:
+        await web.TCPSite(runner, settings.host, settings.port).start()
+        hurry = asyncio.Event()
+        if stop is None:
+            stop = asyncio.Event()
+            _on_signals(stop, hurry)
+        if on_ready is not None:
+            on_ready(*runner.addresses[0][:2])
+        await stop.wait()
+        await _drain(app[ACTIVE], settings.drain, hurry)
+    finally:
+        await runner.cleanup()
+
+
+async def _drain(active: Active, seconds: float, hurry: asyncio.Event) -> None:
+    active.draining = True
+    idle = asyncio.create_task(active.wait_idle())
+    second_signal = asyncio.create_task(hurry.wait())
+    try:
+        await asyncio.wait({idle, second_signal}, timeout=seconds, return_when=asyncio.FIRST_COMPLETED)
+        if not idle.done():
+            log.warning("ending the requests that still run")
+            active.abort_all()
+            await asyncio.wait({idle}, timeout=ABORT_SECONDS)
+    finally:
+        idle.cancel()
+        second_signal.cancel()
+
+
+def _on_signals(stop: asyncio.Event, hurry: asyncio.Event) -> None:
+    """The first SIGINT or SIGTERM sets `stop`, the next one `hurry`."""
+    loop = asyncio.get_running_loop()
+
+    def arrived() -> None:
+        (hurry if stop.is_set() else stop).set()
+
+    for number in (signal.SIGINT, signal.SIGTERM):
+        try:
+            loop.add_signal_handler(number, arrived)
+        except NotImplementedError:  # Windows
+            signal.signal(number, lambda *_: loop.call_soon_threadsafe(arrived))

@@ -1,0 +1,106 @@
+"""/metrics: the engine's own numbers, read when Prometheus asks, and the count of HTTP answers."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import TYPE_CHECKING, Any
+
+from aiohttp import web
+from prometheus_client import CollectorRegistry, Counter
+from prometheus_client.exposition import CONTENT_TYPE_LATEST, generate_latest
+from prometheus_client.metrics_core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+    Metric,
+)
+
+if TYPE_CHECKING:
+    from hetero.async_engine import AsyncEngine
+
+# (metric, attribute of EngineStats, help)
+GAUGES = (
+    ("hetero_requests_running", "running", "Requests that are being computed."),
+    ("hetero_requests_waiting", "waiting", "Requests that wait for their turn or for KV blocks."),
+)
+COUNTERS = (
+    ("hetero_prompt_tokens", "prompt_tokens", "Prompt tokens of admitted requests."),
+    ("hetero_cached_tokens", "cached_tokens", "Prompt tokens found in the prefix cache, not computed."),
+    ("hetero_generated_tokens", "generated_tokens", "Generated tokens."),
+    ("hetero_preemptions", "preemptions", "Requests that gave their KV blocks back to be recomputed later."),
+    ("hetero_requests_cancelled", "cancelled", "Requests whose client went away."),
+    ("hetero_steps", "steps", "Steps computed."),
+    ("hetero_step_seconds", "step_seconds", "Time spent in steps."),
+    ("hetero_host_seconds", "host_seconds", "Part of the step time spent outside of the compute graph."),
+)
+HISTOGRAMS = (
+    ("hetero_time_to_first_token_seconds", "ttft", "From a request's arrival to its first token."),
+    ("hetero_inter_token_seconds", "inter_token", "Between two tokens of a request."),
+    ("hetero_queue_seconds", "queue", "From a request's arrival to its first step."),
+    ("hetero_request_seconds", "e2e", "From a request's arrival to its end."),
+)
+
+
+class EngineCollector:
+    """Turns `AsyncEngine.stats()` into metric families, one call per scrape."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._engine = engine
+
+    def collect(self) -> Iterator[Metric]:
+        stats = self._engine.stats()
+        for name, attribute, text in GAUGES:
+            yield GaugeMetricFamily(name, text, value=getattr(stats, attribute))
+        for name, attribute, text in COUNTERS:
+            yield CounterMetricFamily(name, text, value=getattr(stats, attribute))
+        blocks = GaugeMetricFamily("hetero_kv_blocks", "KV blocks of a group's pool.", labels=["group"])
+        free = GaugeMetricFamily(
+            "hetero_kv_blocks_free", "KV blocks that could be taken now.", labels=["group"]
+        )
+        for group, (total_blocks, free_blocks) in enumerate(stats.kv_blocks):
+            blocks.add_metric([str(group)], total_blocks)
+            free.add_metric([str(group)], free_blocks)
+        yield blocks
+        yield free
+        finished = CounterMetricFamily("hetero_requests_finished", "Ended requests.", labels=["reason"])
+        for reason, count in stats.finished.items():
+            finished.add_metric([reason], count)
+        yield finished
+        fraction = stats.host_seconds / stats.step_seconds if stats.step_seconds else 0.0
+        yield GaugeMetricFamily(
+            "hetero_host_fraction",
+            "Part of all step time spent outside of the compute graph.",
+            value=fraction,
+        )
+        for name, attribute, text in HISTOGRAMS:
+            yield _histogram(name, text, getattr(stats, attribute))
+
+
+def _histogram(name: str, text: str, values: Any) -> Metric:
+    """`values`: ascending bounds, counts (one more than bounds: the rest), and the sum of all values."""
+    buckets, below = [], 0
+    for bound, count in zip([*map(str, values.bounds), "+Inf"], values.counts, strict=True):
+        below += count
+        buckets.append((bound, below))
+    family = HistogramMetricFamily(name, text)
+    family.add_metric([], buckets, sum_value=values.sum)
+    return family
+
+
+class Metrics:
+    """A registry of the application's own, so that two servers in one process do not meet."""
+
+    def __init__(self, engine: AsyncEngine) -> None:
+        self._registry = CollectorRegistry()
+        self._registry.register(EngineCollector(engine))
+        self._answers = Counter(
+            "hetero_http_answers", "HTTP answers.", ["route", "status"], registry=self._registry
+        )
+
+    def count(self, route: str, status: int) -> None:
+        self._answers.labels(route, str(status)).inc()
+
+    async def handle(self, request: web.Request) -> web.Response:
+        return web.Response(
+            body=generate_latest(self._registry), headers={"Content-Type": CONTENT_TYPE_LATEST}
+        )

@@ -1,0 +1,214 @@
+"""What /v1/chat/completions and /v1/completions have in common: sampling fields, submits, tokens as JSON."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any
+
+from hetero.request import RequestError, TokenLogprob
+from hetero.sampling.params import MAX_LOGPROBS, SamplingParams
+from hetero.server.errors import ApiError, bad_field
+from hetero.server.validate import Fields, as_integer, as_number, wrong_type
+
+if TYPE_CHECKING:
+    from hetero.async_engine import AsyncEngine, RequestStream
+
+MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
+
+# Fields of other servers that would change the answer and are not supported, with the value that asks for
+# nothing. Anything else that is unknown is ignored, as clients send fields of their own.
+UNSUPPORTED: dict[str, Any] = {
+    "grammar": "", "json_schema": {}, "guided_json": {}, "guided_regex": "", "guided_choice": [],
+    "guided_grammar": "", "structured_outputs": {}, "bad_words": [], "min_tokens": 0, "prompt_logprobs": None,
+    "allowed_token_ids": [], "use_beam_search": False, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0,
+    "xtc_probability": 0, "dynatemp_range": 0, "lora": [], "chat_template": "",
+}  # fmt: skip
+
+
+def refuse_unsupported(fields: Fields, table: dict[str, Any] = UNSUPPORTED) -> None:
+    """400 naming the first field of `table` that asks for something."""
+    for name, neutral in table.items():
+        value = fields.body.get(name)
+        if value is not None and value != neutral:
+            raise bad_field(name, "not supported by this server", code="unsupported_parameter")
+
+
+def sampling_params(
+    fields: Fields, n_vocab: int, *, max_tokens: int | None, logprobs: int | None
+) -> SamplingParams:
+    """The request's SamplingParams, checked. Raises ApiError or ParamError naming the field."""
+    penalty = "repetition_penalty" if fields.has("repetition_penalty") else "repeat_penalty"
+    top_k = fields.integer("top_k", low=-1)  # vLLM's -1 and llama.cpp's 0 both mean off
+    params = SamplingParams(
+        max_tokens=max_tokens,
+        temperature=fields.number("temperature", 1.0),
+        top_k=max(top_k or 0, 0),
+        top_p=fields.number("top_p", 1.0),
+        min_p=fields.number("min_p", 0.0),
+        repetition_penalty=fields.number(penalty, 1.0),
+        presence_penalty=fields.number("presence_penalty", 0.0),
+        frequency_penalty=fields.number("frequency_penalty", 0.0),
+        logit_bias=_logit_bias(fields),
+        seed=fields.integer("seed"),
+        stop=_stop(fields),
+        stop_token_ids=_stop_token_ids(fields, n_vocab),
+        ignore_eos=fields.boolean("ignore_eos"),
+        logprobs=logprobs,
+    )
+    params.validate(n_vocab)
+    return params
+
+
+def max_tokens(fields: Fields, *names: str) -> int | None:
+    """The first of `names` that is given. -1, which some clients send, means no limit, as absence does."""
+    for name in names:
+        if fields.has(name):
+            value = fields.integer(name, low=-1)
+            if value == 0:
+                raise bad_field(name, "must be at least 1, not 0")
+            return None if value == -1 else value
+    return None
+
+
+def _stop(fields: Fields) -> tuple[str, ...]:
+    value = fields.body.get("stop")
+    if value is None:
+        return ()
+    stops = [value] if isinstance(value, str) else value
+    if not isinstance(stops, list):
+        raise wrong_type("stop", "a string or an array of strings", value)
+    if len(stops) > MAX_STOPS:
+        raise bad_field("stop", f"at most {MAX_STOPS} sequences are allowed, not {len(stops)}")
+    for stop in stops:
+        if not isinstance(stop, str):
+            raise wrong_type("stop", "a string or an array of strings", stop)
+    return tuple(stops)
+
+
+def _stop_token_ids(fields: Fields, n_vocab: int) -> tuple[int, ...]:
+    ids = tuple(as_integer("stop_token_ids", v) for v in fields.array("stop_token_ids") or ())
+    for token_id in ids:
+        if not 0 <= token_id < n_vocab:
+            raise bad_field("stop_token_ids", f"token id {token_id} is outside the vocabulary of {n_vocab}")
+    return ids
+
+
+def _logit_bias(fields: Fields) -> dict[int, float]:
+    bias = {}
+    for key, value in (fields.object("logit_bias") or {}).items():
+        if not (key.isascii() and key.removeprefix("-").isdigit() and len(key) < 12):
+            raise bad_field("logit_bias", f"keys must be token ids, not {key[:40]!r}")
+        bias[int(key)] = as_number("logit_bias", value)
+    return bias
+
+
+def num_choices(fields: Fields, limit: int, prompts: int = 1) -> int:
+    n = fields.integer("n", low=1, high=limit) or 1
+    if n * prompts > limit:
+        raise bad_field("n", f"at most {limit} answers per request, not {prompts} prompts x {n}")
+    return n
+
+
+def stream_options(fields: Fields) -> tuple[bool, bool]:
+    """(stream, include_usage). stream_options without stream is ignored."""
+    stream = fields.boolean("stream")
+    options = Fields(fields.object("stream_options") or {}, "stream_options.")
+    return stream, options.boolean("include_usage") and stream
+
+
+async def compile_grammar(engine: AsyncEngine, fields: Fields) -> Any:
+    """The grammar of response_format, or None. A schema that cannot be enforced is a 400, never dropped."""
+    response_format = fields.object("response_format")
+    if response_format is None:
+        return None
+    kind = response_format.get("type")
+    if kind not in ("text", "json_object", "json_schema"):
+        raise bad_field("response_format", "type must be text, json_object or json_schema")
+    if kind == "json_schema":
+        inner = Fields(response_format, "response_format.").object("json_schema")
+        if inner is None or Fields(inner, "response_format.json_schema.").object("schema") is None:
+            raise bad_field("response_format", "json_schema needs an object `schema`")
+    return await engine.compile_grammar(response_format)
+
+
+def submit_all(
+    engine: AsyncEngine,
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    n: int,
+    *,
+    request_id: str,
+    grammar: Any,
+    prompt_field: str,
+) -> list[RequestStream]:
+    """n submits per prompt, in order of the choices. Choice i of a prompt has seed + i, so that answer 0 is
+    the same whatever n is. If one is refused, none runs; `prompt_field` is how the route calls its prompt."""
+    streams: list[RequestStream] = []
+    try:
+        for prompt in prompts:
+            for i in range(n):
+                own = params if params.seed is None else replace(params, seed=params.seed + i)
+                name = f"{request_id}-{len(streams)}"
+                fresh = None if grammar is None else grammar.fork()
+                streams.append(engine.submit(prompt, own, request_id=name, grammar=fresh))
+    except BaseException as error:
+        for stream in streams:
+            stream.abort()
+        if isinstance(error, RequestError) and error.field == "prompt":
+            raise RequestError(str(error), prompt_field, error.code) from None
+        raise
+    return streams
+
+
+def new_id(prefix: str) -> str:
+    return f"{prefix}-{secrets.token_hex(12)}"
+
+
+def check_alive(engine: AsyncEngine, draining: bool) -> None:
+    """503 before any work while nothing could be generated."""
+    if draining:
+        raise ApiError(503, "the server is stopping", code="draining", headers={"Retry-After": "5"})
+    ok, reason = engine.health()
+    if not ok:
+        raise ApiError(503, reason, code="unavailable")
+
+
+def token_string(engine: AsyncEngine, token_id: int) -> tuple[str, list[int]]:
+    """(text, bytes) of a token for logprobs. A part of a character reads `bytes:\\xf0\\x9f`, as OpenAI's
+    does; a control token has a name but no bytes, since it adds none to the text."""
+    raw = engine.token_bytes(token_id)
+    if not raw:
+        return engine.token_text(token_id), []
+    try:
+        return raw.decode(), list(raw)
+    except UnicodeDecodeError:
+        return "bytes:" + "".join(f"\\x{b:02x}" for b in raw), list(raw)
+
+
+def chat_logprobs(engine: AsyncEngine, logprobs: Sequence[TokenLogprob]) -> dict[str, Any]:
+    """The `logprobs` object of a chat choice."""
+
+    def entry(token_id: int, logprob: float) -> dict[str, Any]:
+        text, raw = token_string(engine, token_id)
+        return {"token": text, "logprob": finite(logprob), "bytes": raw}
+
+    return {
+        "content": [
+            {**entry(item.token_id, item.logprob), "top_logprobs": [entry(*pair) for pair in item.top]}
+            for item in logprobs
+        ],
+        "refusal": None,
+    }
+
+
+def finite(logprob: float) -> float:
+    """JSON has no -Infinity; OpenAI writes -9999 for a token that is all but impossible."""
+    return max(logprob, -9999.0)
+
+
+def check_top_logprobs(param: str, value: int | None) -> int | None:
+    if value is not None and not 0 <= value <= MAX_LOGPROBS:
+        raise bad_field(param, f"must be between 0 and {MAX_LOGPROBS}, not {value}")
+    return value

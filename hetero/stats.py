@@ -1,0 +1,77 @@
+"""What the engine counts about itself."""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+from hetero.request import FinishReason
+
+# Seconds. Wide enough for one token of a small model as well as for a long prompt on a slow device.
+TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
+REQUEST_BOUNDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 30.0, 60.0, 300.0)
+
+
+@dataclass(slots=True)
+class SchedulerCounters:
+    """Totals since the start."""
+
+    steps: int = 0
+    preemptions: int = 0
+    prompt_tokens: int = 0  # of the requests that were admitted
+    generated_tokens: int = 0
+    cached_tokens: int = 0  # prompt tokens of ended requests that were found, not computed
+    finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+
+class Histogram:
+    """Counts of values up to each of `bounds` (ascending; counts[-1] is for all above), and their sum."""
+
+    def __init__(self, bounds: Sequence[float]):
+        self.bounds = tuple(bounds)
+        self.counts = [0] * (len(self.bounds) + 1)
+        self.sum = 0.0
+
+    def observe(self, value: float) -> None:
+        self.counts[bisect_left(self.bounds, value)] += 1
+        self.sum += value
+
+    def copy(self) -> Histogram:
+        other = Histogram(self.bounds)
+        other.counts, other.sum = list(self.counts), self.sum
+        return other
+
+
+def _tokens() -> Histogram:
+    return Histogram(TOKEN_BOUNDS)
+
+
+def _requests() -> Histogram:
+    return Histogram(REQUEST_BOUNDS)
+
+
+@dataclass(slots=True)
+class EngineStats:
+    """A snapshot. Counters are totals since the start, times are seconds.
+
+    `kv_blocks` has (usable, available) per KV group. `step_seconds` is the time from step to step
+    while there was work; `host_seconds` is the part of it that no device computed.
+    """
+
+    running: int = 0
+    waiting: int = 0
+    kv_blocks: list[tuple[int, int]] = field(default_factory=list)
+    prompt_tokens: int = 0
+    generated_tokens: int = 0
+    cached_tokens: int = 0
+    preemptions: int = 0
+    cancelled: int = 0
+    finished: dict[str, int] = field(default_factory=dict)
+    steps: int = 0
+    step_seconds: float = 0.0
+    host_seconds: float = 0.0
+    ttft: Histogram = field(default_factory=_requests)
+    inter_token: Histogram = field(default_factory=_tokens)
+    queue: Histogram = field(default_factory=_requests)
+    e2e: Histogram = field(default_factory=_requests)

@@ -1,0 +1,184 @@
+"""An engine with a script in place of a model: the interface of hetero.async_engine.AsyncEngine.
+
+Its tokens are the bytes of UTF-8 (ids 0..255), then control tokens. It "generates" `script`, over and over,
+until max_tokens, the end of the script (unless ignore_eos) or a stop string.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import codecs
+import contextlib
+from types import SimpleNamespace
+from typing import Any
+
+from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
+
+BOS, IM_START, IM_END = 256, 257, 258
+N_VOCAB = 260
+CONTROL = {256: "<s>", 257: "<|im_start|>", 258: "<|im_end|>", 259: "<pad>"}
+
+
+class FakeGrammar:
+    def __init__(self, text: str) -> None:
+        self.text = text
+
+    def fork(self) -> FakeGrammar:
+        return FakeGrammar(self.text)
+
+
+class FakeStream:
+    def __init__(
+        self, engine: FakeEngine, prompt: list[int], params: Any, grammar: FakeGrammar | None
+    ) -> None:
+        self.engine, self.prompt, self.params = engine, prompt, params
+        self.script = (grammar.text if grammar else engine.script).encode()
+        self.aborted = False
+        self._wake = asyncio.Event()
+        self._deltas = self._generate()
+
+    def abort(self) -> None:
+        if self in self.engine.running:
+            self.engine.running.discard(self)
+            self.engine.cancelled += 1
+        self.aborted = True
+        self._wake.set()
+
+    def __aiter__(self) -> FakeStream:
+        return self
+
+    async def __anext__(self) -> OutputDelta:
+        return await anext(self._deltas)
+
+    async def _pause(self, seconds: float) -> None:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(self._wake.wait(), seconds)
+
+    async def _generate(self) -> Any:
+        await self._pause(self.engine.prefill_seconds)
+        limit = min(self.params.max_tokens or 10**9, self.engine.info.n_ctx - len(self.prompt))
+        decoder, text, sent, count = codecs.getincrementaldecoder("utf-8")(), "", 0, 0
+        reason = None
+        while reason is None:
+            if self.aborted:
+                reason = FinishReason.ABORT
+                break
+            if count == self.engine.fail_after:
+                self.engine.running.discard(self)
+                yield OutputDelta(finish_reason=FinishReason.ERROR, error="the device failed")
+                return
+            at = count % (len(self.script) + 1) if not self.params.ignore_eos else count % len(self.script)
+            token_id = IM_END if at == len(self.script) else self.script[at]
+            count += 1
+            text += decoder.decode(self.engine.token_bytes(token_id))
+            if token_id == IM_END:
+                reason = FinishReason.STOP
+            elif count >= limit:
+                reason = FinishReason.LENGTH
+            for stop in self.params.stop:
+                if stop in text:
+                    text, reason = text[: text.index(stop)], FinishReason.STOP
+            held = max(
+                (k for s in self.params.stop for k in range(len(s)) if text.endswith(s[:k])), default=0
+            )
+            end = len(text) if reason else len(text) - held
+            end = max(end, sent)
+            logprobs = [] if self.params.logprobs is None else [self._logprob(token_id)]
+            yield OutputDelta(text=text[sent:end], token_ids=[token_id], logprobs=logprobs)
+            sent = end
+            if reason is None:
+                await self._pause(self.engine.token_seconds)
+        self.engine.running.discard(self)
+        yield OutputDelta(
+            finish_reason=reason,
+            num_prompt_tokens=len(self.prompt),
+            num_output_tokens=count,
+            num_cached_tokens=self.engine.cached_tokens,
+        )
+
+    def _logprob(self, token_id: int) -> TokenLogprob:
+        top = [(token_id, -0.25), (33, -2.0), (0xF0, float("-inf"))][: self.params.logprobs]
+        return TokenLogprob(token_id, -0.25, top)
+
+
+class FakeEngine:
+    def __init__(self, script: str = "Hello, wörld 😸!") -> None:
+        self.script = script
+        self.prefill_seconds = 0.0
+        self.token_seconds = 0.0
+        self.fail_after = -1
+        self.cached_tokens = 0
+        self.cancelled = 0
+        self.healthy: tuple[bool, str] = (True, "")
+        self.running: set[FakeStream] = set()
+        self.submitted: list[tuple[list[int], Any, str]] = []
+        self.rendered: list[tuple[list[dict[str, Any]], bool, dict[str, Any]]] = []
+        self.add_bos = False
+        self.info = SimpleNamespace(
+            name="fake-model", architecture="llama", n_ctx=512, n_vocab=N_VOCAB, kv_tokens=4096, n_params=135,
+            size_bytes=1000, quantization="Q4_1", created=1700000000, has_chat_template=True,
+        )  # fmt: skip
+
+    async def tokenize_chat(
+        self,
+        messages: list[dict[str, Any]],
+        tools: Any = None,
+        continue_final_message: bool = False,
+        **kwargs: Any,
+    ) -> list[int]:
+        if not self.info.has_chat_template:
+            raise RequestError("this model has no chat template", "messages")
+        self.rendered.append((messages, continue_final_message, kwargs))
+        ids: list[int] = []
+        for message in messages:
+            content = message["content"]
+            if isinstance(content, list):
+                content = "\n".join(part["text"] for part in content)
+            if content == "raise":
+                raise RequestError("roles must alternate", "messages")
+            ids += [IM_START, *f"{message['role']}\n{content}".encode(), IM_END]
+        return ids[:-1] if continue_final_message else [*ids, IM_START, *b"assistant\n"]
+
+    async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
+        return [BOS] * (self.add_bos and add_special) + list(text.encode())
+
+    def token_bytes(self, token_id: int) -> bytes:
+        return bytes([token_id]) if token_id < 256 else b""
+
+    def token_text(self, token_id: int) -> str:
+        return CONTROL.get(token_id) or bytes([token_id]).decode("utf-8", "replace")
+
+    def decode(self, ids: list[int]) -> str:
+        return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
+
+    async def compile_grammar(self, response_format: dict[str, Any]) -> FakeGrammar | None:
+        if response_format["type"] == "text":
+            return None
+        schema = response_format.get("json_schema", {}).get("schema", {})
+        if "not" in schema:
+            raise RequestError("response_format: cannot compile 'not'", "response_format")
+        return FakeGrammar('"a😸b中"')
+
+    def submit(self, prompt: list[int], params: Any, *, request_id: str, grammar: Any = None) -> FakeStream:
+        if len(prompt) >= self.info.n_ctx:
+            raise RequestError(
+                f"the prompt has {len(prompt)} tokens, the context holds {self.info.n_ctx}",
+                "prompt",
+                "context_length_exceeded",
+            )
+        self.submitted.append((prompt, params, request_id))
+        stream = FakeStream(self, prompt, params, grammar)
+        self.running.add(stream)
+        return stream
+
+    def health(self) -> tuple[bool, str]:
+        return self.healthy
+
+    def stats(self) -> Any:
+        histogram = SimpleNamespace(bounds=[0.1, 1.0], counts=[1, 2, 3], sum=7.5)
+        return SimpleNamespace(
+            running=len(self.running), waiting=0, kv_blocks=[(32, 30), (8, 8)], prompt_tokens=5,
+            generated_tokens=7, cached_tokens=3, preemptions=1, cancelled=self.cancelled,
+            finished={"stop": 2, "length": 1}, steps=10, step_seconds=2.0, host_seconds=0.5,
+            ttft=histogram, inter_token=histogram, queue=histogram, e2e=histogram,
+        )  # fmt: skip

@@ -1,0 +1,93 @@
+"""The benchmark measures what it says, and refuses answers that are not what was asked for."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+
+import pytest
+from aiohttp import web
+from load import Timing, measure, send_all
+from servers import metric
+from workload import WORKLOADS, Job, text
+
+METRICS_PAGE = """# TYPE hetero_steps_total counter
+hetero_steps_total 7.0
+hetero_kv_blocks{group="0"} 3.0
+hetero_kv_blocks{group="1"} 4.5
+hetero_steps_total_other 9.0
+"""
+
+
+def test_workloads_are_what_their_titles_say():
+    drawn = {w.name: w.draw(random.Random(1)) for w in WORKLOADS}
+    words = {name: [len(job.prompt.split()) for job in jobs] for name, jobs in drawn.items()}
+    assert words["decode"] == [128] and words["prefill"] == [2000]
+    assert words["shared"] == [1300] * 16
+    assert len({job.prompt[:3000] for job in drawn["shared"]}) == 1
+    assert len({job.prompt for job in drawn["shared"]}) == 16
+    assert len(words["distinct"]) == 16 and all(128 <= n <= 300 for n in words["distinct"])
+    assert len({tuple(job.prompt.split()[:8]) for job in drawn["distinct"]}) == 16
+    assert text(random.Random(1), 9) != text(random.Random(2), 9)
+
+
+def test_measure():
+    found = measure([Timing(1.0 + i / 10, 3.0 + i / 10, 2000, 21) for i in range(16)])
+    assert found["decode tok/s"] == pytest.approx(10.0)
+    assert found["prefill tok/s"] == pytest.approx(2000.0)
+    assert found["output tok/s"] == pytest.approx(16 * 21 / 4.5)
+    assert found["p95 TTFT s"] == pytest.approx(2.5)
+
+
+async def _stream(request: web.Request) -> web.StreamResponse:
+    body = await request.json()
+    assert body["ignore_eos"] is True and body["temperature"] == 0 and body["stream_options"]["include_usage"]
+    answer = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
+    await answer.prepare(request)
+    short = body["prompt"] == "short"
+    usage = {"prompt_tokens": 5, "completion_tokens": body["max_tokens"] - short}
+    for event in (
+        {"choices": [{"text": ""}]},
+        {"choices": [{"text": "a"}]},
+        {"choices": [], "usage": usage},
+    ):
+        await answer.write(f"data: {json.dumps(event)}\n\n".encode())
+        await asyncio.sleep(0.05)
+    await answer.write(b"data: [DONE]\n\n")
+    return answer
+
+
+async def _metrics(request: web.Request) -> web.Response:
+    return web.Response(text=METRICS_PAGE)
+
+
+@pytest.fixture
+async def base():
+    app = web.Application()
+    app.router.add_post("/v1/completions", _stream)
+    app.router.add_get("/metrics", _metrics)
+    runner = web.AppRunner(app)
+    await runner.setup()
+    await web.TCPSite(runner, "127.0.0.1", 0).start()
+    yield f"http://127.0.0.1:{runner.addresses[0][1]}"
+    await runner.cleanup()
+
+
+async def test_streams_are_timed_to_the_first_text(base: str):
+    (timing,) = await send_all(base, [Job("long", 9)])
+    assert 0.05 <= timing.first_text < timing.end
+    assert timing.end >= 0.15
+    assert (timing.prompt_tokens, timing.output_tokens) == (5, 9)
+
+
+async def test_an_answer_of_another_length_is_refused(base: str):
+    with pytest.raises(RuntimeError, match="asked for 9 tokens"):
+        await send_all(base, [Job("short", 9)])
+
+
+async def test_metrics_are_read_by_exact_name(base: str):
+    assert await asyncio.to_thread(metric, base, "hetero_steps_total") == 7.0
+    assert await asyncio.to_thread(metric, base, "hetero_kv_blocks") == 7.5
+    with pytest.raises(SystemExit, match="has no hetero_nothing"):
+        await asyncio.to_thread(metric, base, "hetero_nothing")

@@ -1,0 +1,281 @@
+"""The command line as a user meets it: help, exit codes, one clear line for what goes wrong."""
+
+from __future__ import annotations
+
+import io
+import json
+import re
+import socket
+import struct
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import click
+import pytest
+from click.testing import CliRunner
+
+import cli
+from hetero import screen
+from hetero.commands import serve
+from hetero.config import SPECS, Settings, flag_name
+
+ROOT = Path(__file__).resolve().parents[2]
+COMMANDS = sorted(cli.main.commands)
+
+
+def hetero(*arguments: str) -> tuple[int, str, str, float]:
+    """(exit code, stdout, stderr, seconds) of the command as a process."""
+    started = time.perf_counter()
+    command = [sys.executable, "-m", "cli", *arguments]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
+    return done.returncode, done.stdout, done.stderr, time.perf_counter() - started
+
+
+def assert_one_line(result: tuple[int, str, str, float], *words: str) -> None:
+    code, out, err, seconds = result
+    assert code == 1
+    assert out == ""
+    assert err.startswith("hetero: ") and err.count("\n") == 1, err
+    assert [w for w in words if w not in err] == []
+    assert seconds < 1.0
+
+
+def string(text: str) -> bytes:
+    return struct.pack("<Q", len(text)) + text.encode()
+
+
+def gguf_of_family(path: Path, family: str) -> Path:
+    """A file with one metadata pair and one f32 tensor of 32 values."""
+    head = b"GGUF" + struct.pack("<IQQ", 3, 1, 1)
+    head += string("general.architecture") + struct.pack("<I", 8) + string(family)
+    head += string("token_embd.weight") + struct.pack("<IQIQ", 1, 32, 0, 0)
+    path.write_bytes(head + bytes(-len(head) % 32) + bytes(128))
+    return path
+
+
+def test_help_is_quick():
+    code, out, _, first = hetero("--help")
+    assert code == 0 and "serve" in out
+    assert min(first, hetero("--help")[3]) < 0.3
+
+
+def test_version():
+    code, out, _, _ = hetero("--version")
+    assert code == 0 and re.fullmatch(r"hetero, version \d+\.\d+\.\d+\S*\n", out)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_command_has_help_with_an_example(name: str):
+    result = CliRunner().invoke(cli.main, [name, "--help"])
+    assert result.exit_code == 0
+    assert f"hetero {name}" in result.output.split("Example:")[1]
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_every_option_is_explained(name: str):
+    command = cli.main.commands[name]
+    assert [o.name for o in command.params if isinstance(o, click.Option) and not o.help] == []
+
+
+def test_serve_takes_every_setting():
+    names = {flag for option in cli.main.commands["serve"].params for flag in option.opts}
+    assert {flag_name(name) for name in SPECS if name != "model"} <= names
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        ("serve", "--port", "x"),
+        ("serve", "--nothing"),
+        ("run",),
+        ("nothing",),
+        ("plan", "--kv-memory", "much"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(arguments: tuple[str, ...]):
+    code, out, err, _ = hetero(*arguments)
+    assert (code, out) == (2, "") and err
+
+
+def test_print_config_names_sources_and_hides_secrets():
+    code, out, _, _ = hetero("serve", "--print-config", "--port", "1234", "--api-key", "hush")
+    assert code == 0 and "hush" not in out
+    lines = {line.split()[0]: line for line in out.splitlines()}
+    assert lines["port"].split()[1:] == ["1234", "command", "line"]
+    assert lines["host"].split()[1:] == ["127.0.0.1", "default"]
+    assert set(SPECS) <= set(lines)
+
+
+def free_port() -> str:
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return str(sock.getsockname()[1])
+
+
+def test_a_wrong_model_path():
+    assert_one_line(hetero("serve", "no/such/model.gguf", "--port", free_port()), "no/such/model.gguf")
+
+
+def test_a_file_that_is_no_gguf(tmp_path: Path):
+    (tmp_path / "notes.gguf").write_text("hello")
+    result = hetero("serve", str(tmp_path / "notes.gguf"), "--port", free_port())
+    assert_one_line(result, "notes.gguf", "not a GGUF file")
+
+
+def test_a_damaged_gguf(tmp_path: Path, smollm2_path: Path):
+    (tmp_path / "cut.gguf").write_bytes(smollm2_path.read_bytes()[:100_000])
+    assert_one_line(hetero("serve", str(tmp_path / "cut.gguf"), "--port", free_port()), "cut.gguf")
+
+
+def test_an_unsupported_family(tmp_path: Path):
+    model = gguf_of_family(tmp_path / "m.gguf", "mamba")
+    assert_one_line(hetero("serve", str(model), "--port", free_port()), "'mamba'", "not supported", "llama")
+
+
+def test_a_taken_port():
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = str(taken.getsockname()[1])
+        assert_one_line(hetero("serve", "--port", port), f"port {port}", "taken", "--port")
+
+
+def test_an_unknown_host():
+    assert_one_line(hetero("serve", "--host", "no.such.host.invalid", "--port", free_port()), "--host")
+
+
+def test_not_enough_memory():
+    result = hetero("serve", "--kv-tokens", "1000000000", "--port", free_port())
+    assert_one_line(result, "not enough memory", "bytes more", "--kv-tokens")
+
+
+def test_an_unknown_device():
+    assert_one_line(hetero("serve", "--device", "CUDA9", "--port", free_port()), "CUDA9", "CPU")
+
+
+def test_an_empty_key_file_does_not_open_the_server(tmp_path: Path):
+    (tmp_path / "keys").write_text("\n \n")
+    result = hetero("serve", "--api-key-file", str(tmp_path / "keys"), "--port", free_port())
+    assert_one_line(result, "--api-key-file", "no key")
+
+
+def test_keys_come_from_both_places(tmp_path: Path):
+    (tmp_path / "keys").write_text("two\n\n three \n")
+    settings = Settings(api_key=("one",), api_key_file=str(tmp_path / "keys"))
+    assert serve.api_keys(settings) == ("one", "two", "three")
+
+
+def test_the_port_is_held_from_before_loading():
+    port = int(free_port())
+    held = serve.bind("127.0.0.1", port)
+    try:
+        assert [s.getsockname() for s in held] == [("127.0.0.1", port)]
+    finally:
+        for sock in held:
+            sock.close()
+
+
+def test_devices_as_json():
+    code, out, _, _ = hetero("devices", "--json")
+    names = {d["name"]: d for d in json.loads(out)}
+    assert code == 0
+    assert names["CPU"]["kind"] == "cpu"
+    assert 0 < names["CPU"]["free_bytes"] <= names["CPU"]["total_bytes"]
+
+
+def test_plan_as_json_adds_up(smollm2_path: Path):
+    code, out, _, _ = hetero("plan", str(smollm2_path), "--json", "--kv-tokens", "4096")
+    plan = json.loads(out)
+    assert code == 0 and plan["fits"]
+    (stage,) = plan["stages"]
+    assert stage["kv_bytes"] == (4096 + 16) * 30 * 3 * (64 + 64) * 2  # layers, KV heads, K and V, f16
+    assert plan["total_bytes"] == stage["weight_bytes"] + stage["kv_bytes"] + stage["compute_bytes"]
+    assert plan["kv_tokens"] == plan["max_model_len"] == 4096
+
+
+def test_plan_knows_sliding_windows(gemma3_path: Path):
+    code, out, _, _ = hetero(
+        "plan", str(gemma3_path), "--json", "--kv-tokens", "100000", "--max-num-seqs", "4"
+    )
+    full, windowed = json.loads(out)["groups"]
+    assert code == 0
+    assert (full["window"], windowed["window"]) == (None, 512)
+    assert full["num_blocks"] == 6251
+    assert windowed["num_blocks"] < full["num_blocks"] // 5
+
+
+def test_a_plan_that_does_not_fit_is_exit_code_1():
+    code, out, err, _ = hetero("plan", "--kv-tokens", "1000000000")
+    assert code == 1 and "KV tokens" in out and "not enough memory" in err
+
+
+def test_doctor():
+    code, out, _, _ = hetero("doctor", "--json")
+    checks = {c["name"]: c for c in json.loads(out)}
+    assert code == 0
+    assert {"python", "ggml", "devices", "cpu", "kernels", "default model"} <= set(checks)
+    assert "SmolLM2" in checks["default model"]["detail"]
+
+
+START = screen.StartScreen(
+    model="tiny",
+    family="llama",
+    n_params=134_515_008,
+    size_bytes=92 << 20,
+    quantization="Q4_1",
+    max_model_len=8192,
+    kv_tokens=65536,
+    max_num_seqs=32,
+    threads=2,
+    placements=(screen.Placement("CPU", "layers 0 to 29", 92 << 20, 3 << 30, 30 << 20),),
+    url="http://127.0.0.1:8080",
+    start_seconds=1.5,
+    needs_key=False,
+    open_to_network=True,
+)
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.mark.parametrize("stream", [io.StringIO(), Terminal()], ids=["plain", "terminal"])
+def test_start_screen_says_all(stream: io.StringIO, monkeypatch):
+    monkeypatch.setenv("COLUMNS", "100")
+    screen.show_start(START, stream)
+    text = stream.getvalue()
+    wanted = [
+        "tiny",
+        "llama",
+        "135M",
+        "Q4_1",
+        "92.0 MiB",
+        "3.0 GiB",
+        "65,536 tokens",
+        "8 full-length",
+        "8,192",
+    ]
+    wanted += [
+        "CPU",
+        "2 threads",
+        "http://127.0.0.1:8080/v1",
+        "curl http://127.0.0.1:8080/v1/chat",
+        "--api-key",
+    ]
+    assert [w for w in wanted if w not in text] == []
+    assert ("\x1b" in text) == stream.isatty()
+
+
+def test_progress_without_a_terminal_is_a_line_for_each_phase():
+    stream = io.StringIO()
+    with screen.loading(stream) as progress:
+        for done in range(10):
+            progress("loading weights", done / 10)
+        progress("compiling", 1.0)
+    assert [line.split("] ")[1] for line in stream.getvalue().splitlines()] == [
+        "loading weights",
+        "compiling",
+    ]

@@ -1,0 +1,120 @@
+"""Settings: where they come from, what is refused, and that each is documented."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from hetero import config
+from hetero.config import SPECS, SettingError, load, parse_size
+
+ROOT = Path(__file__).resolve().parents[2]
+
+
+@pytest.fixture(autouse=True)
+def empty_folder(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+
+
+def test_defaults():
+    loaded = load({}, {})
+    assert loaded.settings == config.Settings()
+    assert set(loaded.sources.values()) == {"default"}
+
+
+def test_flags_win_over_variables_over_the_file_over_defaults(tmp_path):
+    (tmp_path / "hetero.toml").write_text('port = 1001\nthreads = 3\nctx = 512\nkv_memory = "1.5GiB"\n')
+    loaded = load({"port": "1003"}, {"HETERO_PORT": "1002", "HETERO_THREADS": "4", "HETERO_CTX": ""})
+    got = loaded.settings
+    assert (got.port, got.threads, got.ctx, got.kv_memory) == (1003, 4, 512, 3 << 29)
+    assert [loaded.sources[n] for n in ("port", "threads", "ctx", "host")] == [
+        "command line",
+        "HETERO_THREADS",
+        "hetero.toml",
+        "default",
+    ]
+
+
+def test_lists():
+    (Path("hetero.toml")).write_text('allowed_host = ["a.example", "b"]\napi_key = "one"\n')
+    got = load({"device": ("CPU:threads=2",)}, {"HETERO_ALLOWED_ORIGIN": "http://x, http://y"}).settings
+    assert got.allowed_host == ("a.example", "b")
+    assert got.api_key == ("one",)
+    assert got.allowed_origin == ("http://x", "http://y")
+    assert got.device == ("CPU:threads=2",)
+
+
+@pytest.mark.parametrize(
+    ("text", "size"),
+    [
+        ("512M", 512 << 20),
+        ("2GiB", 2 << 30),
+        ("1.5 gb", 3 << 29),
+        ("1024", 1024),
+        ("3KB", 3072),
+        ("1T", 1 << 40),
+    ],
+)
+def test_sizes(text: str, size: int):
+    assert parse_size(text) == size
+
+
+@pytest.mark.parametrize("text", ["", "GiB", "-1G", "2 apples", "1e9", "0x10", "1GG", "nan"])
+def test_not_sizes(text: str):
+    with pytest.raises(ValueError, match="not a size"):
+        parse_size(text)
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "toml", "words"),
+    [
+        ({"port": "http"}, {}, "", ["--port", "'http'", "whole number"]),
+        ({"port": "70000"}, {}, "", ["--port", "65535", "70000"]),
+        ({}, {"HETERO_CTX": "-1"}, "", ["HETERO_CTX", "-1"]),
+        ({}, {"HETERO_KV_MEMORY": "lots"}, "", ["HETERO_KV_MEMORY", "'lots'", "2GiB"]),
+        ({}, {"HETERO_LOG_LEVEL": "loud"}, "", ["HETERO_LOG_LEVEL", "loud", "warning"]),
+        ({}, {}, "port = true", ["port", "hetero.toml", "whole number"]),
+        ({}, {}, "api_key = [1]", ["api_key", "hetero.toml", "strings"]),
+        ({}, {}, 'host = ""', ["host", "hetero.toml", "non-empty"]),
+        ({}, {}, "max-num-seq = 3", ["hetero.toml", "'max-num-seq'", "'max_num_seqs'"]),
+        ({}, {}, "port = = 1", ["hetero.toml", "line 1"]),
+        ({}, {}, "[server]\nport = 1", ["hetero.toml", "'server'"]),
+        ({"kv_tokens": "100", "kv_memory": "1G"}, {}, "", ["--kv-tokens", "--kv-memory"]),
+    ],
+)
+def test_errors_name_the_setting_and_its_source(flags, env, toml, words):
+    Path("hetero.toml").write_text(toml)
+    with pytest.raises(SettingError) as caught:
+        load(flags, env)
+    line = str(caught.value)
+    assert "\n" not in line
+    assert [w for w in words if w not in line] == []
+
+
+def test_a_named_file_must_exist(tmp_path):
+    with pytest.raises(SettingError, match=r"other\.toml"):
+        load({}, {}, tmp_path / "other.toml")
+
+
+def test_secrets_are_never_shown():
+    rows = config.describe(load({"api_key": ("very-secret", "too")}, {}))
+    shown = {name: value for name, value, _ in rows}
+    assert shown["api_key"] == "2 set"
+    assert "very-secret" not in str(rows)
+    assert set(shown) == set(SPECS)
+
+
+def test_every_setting_is_documented():
+    page = (ROOT / "docs" / "config.md").read_text(encoding="utf-8")
+    for name, spec in SPECS.items():
+        assert spec.metadata["help"].endswith("."), name
+        assert f"`HETERO_{name.upper()}`" in page, name
+    assert page == config.render_docs(), "run `make docs`"
+
+
+def test_settings_are_used():
+    """A setting that no other module mentions is a dead one."""
+    sources = [p for folder in ("hetero", "backends") for p in (ROOT / folder).rglob("*.py")]
+    text = "\n".join(p.read_text(encoding="utf-8") for p in sources if p.name != "config.py")
+    assert [name for name in SPECS if f"settings.{name}" not in text] == []

@@ -1,0 +1,43 @@
+"""Thousands of tiny crowded worlds, each replayable from its seed."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+from simulation import Outcome, simulate
+
+from hetero.request import FinishReason
+
+SEEDS_PER_TEST = 200
+totals: Counter[str] = Counter()
+
+
+def _run(seed: int) -> Outcome:
+    try:
+        return simulate(seed)
+    except Exception as error:
+        error.add_note(f"replay: simulation.simulate({seed})")
+        raise
+
+
+@pytest.mark.parametrize("start", range(0, 2000, SEEDS_PER_TEST))
+def test_every_request_ends_as_if_alone(start: int) -> None:
+    for seed in range(start, start + SEEDS_PER_TEST):
+        out = _run(seed)
+        totals["preemptions"] += out.preemptions
+        totals["cached"] += out.cached
+        totals["copies"] += out.copies
+        totals.update(out.reasons.values())
+
+
+def test_the_worlds_were_not_boring() -> None:
+    if len(totals) == 0:
+        pytest.skip("runs after the simulations")
+    for what in ("preemptions", "cached", "copies", *FinishReason):
+        assert totals[what] > 300, totals
+
+
+def test_a_seed_replays() -> None:
+    a, b = simulate(7), simulate(7)
+    assert (a.steps, a.computed, a.copies, a.reasons) == (b.steps, b.computed, b.copies, b.reasons)
