@@ -203,8 +203,13 @@ def _quiet(level, text, user_data):
     return
 
 
-def libllama_logits(path: Path, token_ids: Sequence[int], n_ctx: int = 512) -> np.ndarray:
-    """What libllama computes for one sequence: logits float32 [len(token_ids), n_vocab], F32 cache."""
+def libllama_logits(
+    path: Path, token_ids: Sequence[int], n_ctx: int = 512, flash: bool = False
+) -> np.ndarray:
+    """What libllama computes for one sequence: logits float32 [len(token_ids), n_vocab].
+
+    Its cache is F32, or F16 with flash attention, as it runs by default.
+    """
     llama.llama_log_set(_quiet, ctypes.c_void_p(0))
     llama.llama_backend_init()
     model_params = llama.llama_model_default_params()
@@ -215,8 +220,8 @@ def libllama_logits(path: Path, token_ids: Sequence[int], n_ctx: int = 512) -> n
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ctx, n_ctx
     params.n_threads = params.n_threads_batch = 2
-    params.type_k = params.type_v = 0
-    params.flash_attn_type = 0
+    params.type_k = params.type_v = int(flash)
+    params.flash_attn_type = int(flash)
     context = llama.llama_init_from_model(model, params)
     batch = llama.llama_batch_init(len(token_ids), 0, 1)
     try:

@@ -42,7 +42,9 @@ _VALUES = _KEYS + 8 * S.CHUNK_BLOCKS
 SCRATCH_BYTES = -(-(_VALUES + 8 * S.CHUNK_BLOCKS) // 64) * 64
 
 # words of an attention operator's parameters
-(P_HEADER, P_GROUP, P_HEADS, P_KV_HEADS, P_DIM_K, P_DIM_V, P_WINDOW, P_KEY_POOL, P_VALUE_POOL, P_COUNTER) = range(10)
+(P_HEADER, P_GROUP, P_HEADS, P_KV_HEADS, P_DIM_K, P_DIM_V, P_WINDOW, P_KEY_POOL, P_VALUE_POOL, P_COUNTER) = (
+    range(10)
+)
 NUM_PARAMS = 10
 
 
@@ -91,8 +93,9 @@ def scores(x: Emitter, rows: int, blocks: int, query_at: Value, keys: Value, out
 
 
 @kernel
-def softmax_update(x: Emitter, row: Value, first: Value, last: Value, state: Value, out: Value,
-                   out_vectors: Value) -> None:
+def softmax_update(
+    x: Emitter, row: Value, first: Value, last: Value, state: Value, out: Value, out_vectors: Value
+) -> None:
     """Turn a row's scores of one chunk into weights, and rescale what the row has summed so far.
 
     Only tokens [first, last) of the chunk count, at least one; the others get weight 0.
@@ -125,9 +128,22 @@ def softmax_update(x: Emitter, row: Value, first: Value, last: Value, state: Val
 
 
 @kernel_family
-def weighted_values(x: Emitter, rows: int, vectors: int, weights: Value, values: Value, out_at: Value,
-                    offset: Value, blocks: Value, row_bytes: Value) -> None:
-    """out[row][offset ..] += sum over t of weights[row][t] * value[t][offset ..], `vectors` x 16 wide."""
+def weighted_values(
+    x: Emitter,
+    rows: int,
+    vectors: int,
+    weights: Value,
+    values: Value,
+    out_at: Value,
+    offset: Value,
+    tokens: Value,
+    row_bytes: Value,
+) -> None:
+    """out[row][offset ..] += sum over t of weights[row][t] * value[t][offset ..], `vectors` x 16 wide.
+
+    Stops at the last token: what lies behind it in the block was never written, or by another
+    request, and 0 times a NaN would be a NaN.
+    """
     outs = [x.add(x.load(out_at, 8 * r, I64, 8), offset) for r in range(rows)]
     half_offset = x.b.lshr(offset, x.const(1))
     sums = [x.load(outs[r], 64 * j) for r in range(rows) for j in range(vectors)]
@@ -143,8 +159,11 @@ def weighted_values(x: Emitter, rows: int, vectors: int, weights: Value, values:
             w = [x.broadcast_f32(weight_base, x.add(at, SCORE_ROW_BYTES * r)) for r in range(rows)]
             return [x.fma(w[r], v[j], sums[r * vectors + j]) for r in range(rows) for j in range(vectors)]
 
-        return x.loop(S.BLOCK_SIZE, carried, token)
+        left = x.b.sub(tokens, x.mul(index, S.BLOCK_SIZE))
+        full = x.const(S.BLOCK_SIZE)
+        return x.loop(x.b.select(x.b.icmp_signed("<", left, full), left, full), carried, token)
 
+    blocks = x.b.ashr(x.add(tokens, S.BLOCK_SIZE - 1), x.const(S.BLOCK_SIZE.bit_length() - 1))
     sums = x.loop(blocks, sums, block)
     for r in range(rows):
         for j in range(vectors):
@@ -219,8 +238,8 @@ def score_rows(query_at, keys, out, dim, rows, blocks):
 
 
 @njit(nogil=True, cache=True)
-def value_rows(weights, values, out_at, dim, rows, blocks):
-    """Add the weighted values of `blocks` blocks to `rows` rows."""
+def value_rows(weights, values, out_at, dim, rows, tokens):
+    """Add the weighted values of `tokens` tokens to `rows` rows."""
     row_bytes = 2 * dim
     r = 0
     while r < rows:
@@ -231,23 +250,23 @@ def value_rows(weights, values, out_at, dim, rows, blocks):
             wide = 4 * dim - offset >= 256
             if left >= 4:
                 if wide:
-                    weighted_values(4, 4, (w, values, o, offset, blocks, row_bytes))
+                    weighted_values(4, 4, (w, values, o, offset, tokens, row_bytes))
                 else:
-                    weighted_values(4, 1, (w, values, o, offset, blocks, row_bytes))
+                    weighted_values(4, 1, (w, values, o, offset, tokens, row_bytes))
             elif left == 3:
                 if wide:
-                    weighted_values(3, 4, (w, values, o, offset, blocks, row_bytes))
+                    weighted_values(3, 4, (w, values, o, offset, tokens, row_bytes))
                 else:
-                    weighted_values(3, 1, (w, values, o, offset, blocks, row_bytes))
+                    weighted_values(3, 1, (w, values, o, offset, tokens, row_bytes))
             elif left == 2:
                 if wide:
-                    weighted_values(2, 4, (w, values, o, offset, blocks, row_bytes))
+                    weighted_values(2, 4, (w, values, o, offset, tokens, row_bytes))
                 else:
-                    weighted_values(2, 1, (w, values, o, offset, blocks, row_bytes))
+                    weighted_values(2, 1, (w, values, o, offset, tokens, row_bytes))
             elif wide:
-                weighted_values(1, 4, (w, values, o, offset, blocks, row_bytes))
+                weighted_values(1, 4, (w, values, o, offset, tokens, row_bytes))
             else:
-                weighted_values(1, 1, (w, values, o, offset, blocks, row_bytes))
+                weighted_values(1, 1, (w, values, o, offset, tokens, row_bytes))
             offset += 256 if wide else 64
         r += min(left, 4)
 
@@ -282,7 +301,8 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
         q1 = min(count, base + CHUNK + window - 1 - first) if window > 0 else count
         if q0 >= q1:
             continue
-        blocks = min(S.CHUNK_BLOCKS, (first + q1 - base + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE)
+        tokens = min(CHUNK, first + q1 - base)
+        blocks = (tokens + S.BLOCK_SIZE - 1) // S.BLOCK_SIZE
         for b in range(blocks):
             block = load_i32((table + 4 * (chunk * S.CHUNK_BLOCKS + b),)) * kv_heads + kv_head
             store_i64((scratch + _KEYS + 8 * b, key_pool + block * dim_k * 2 * S.BLOCK_SIZE))
@@ -294,9 +314,17 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
             position = first + r // share
             low = max(0, position - window + 1 - base) if window > 0 else 0
             high = min(CHUNK, position + 1 - base)
-            softmax_update((scratch + _SCORES + SCORE_ROW_BYTES * r, low, high, states + 8 * r,
-                            load_i64((out_at + 8 * r,)), vectors))
-        value_rows(rows_at, scratch + _VALUES, out_at + 8 * r0, dim_v, n, blocks)
+            softmax_update(
+                (
+                    scratch + _SCORES + SCORE_ROW_BYTES * r,
+                    low,
+                    high,
+                    states + 8 * r,
+                    load_i64((out_at + 8 * r,)),
+                    vectors,
+                )
+            )
+        value_rows(rows_at, scratch + _VALUES, out_at + 8 * r0, dim_v, n, tokens)
     for r in range(rows):
         divide_by_sum((load_i64((out_at + 8 * r,)), states + 8 * r, vectors))
 
@@ -319,8 +347,17 @@ def attend_share(params, query, out, padded_rows, ith):
         if index >= total:
             return
         item = items + 12 * (index // kv_heads)
-        attend_item(params, header, scratch, query, out, load_i32((item,)), load_i32((item + 4,)),
-                    load_i32((item + 8,)), index % kv_heads)
+        attend_item(
+            params,
+            header,
+            scratch,
+            query,
+            out,
+            load_i32((item,)),
+            load_i32((item + 4,)),
+            load_i32((item + 8,)),
+            index % kv_heads,
+        )
 
 
 @cfunc(types.void(types.int64, types.int32, types.int32, types.int64), cache=True)

@@ -26,8 +26,15 @@ class CpuGraphBuilder(GraphBuilder):
     norm + quantize, gate|up, activation + quantize, down + residual
     """
 
-    def __init__(self, config: ModelConfig, device: Device, weights: Weights, rows: int, kv: CpuKV,
-                 packed: PackedWeights):
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        weights: Weights,
+        rows: int,
+        kv: CpuKV,
+        packed: PackedWeights,
+    ):
         super().__init__(config, device, weights, rows)
         self.kv, self.packed = kv, packed
         self._count_at = kv.header.word_address(TOKENS)  # where the number of real rows stands
@@ -59,12 +66,18 @@ class CpuGraphBuilder(GraphBuilder):
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         c = self.config
         ready = self.custom(
-            c.n_head * c.head_dim_k, self.rows_of(projections[0]), projections,
-            store.rope_store_operator.address, self.kv.store_parameters(layer, fused=len(projections) == 1),
+            c.n_head * c.head_dim_k,
+            self.rows_of(projections[0]),
+            projections,
+            store.rope_store_operator.address,
+            self.kv.store_parameters(layer, fused=len(projections) == 1),
         )
         return self.custom(
-            c.n_head * c.head_dim_v, self.rows_of(ready), (ready,),
-            attend.attention_operator.address, self.kv.attention_parameters(layer),
+            c.n_head * c.head_dim_v,
+            self.rows_of(ready),
+            (ready,),
+            attend.attention_operator.address,
+            self.kv.attention_parameters(layer),
         )
 
     def _quantize(self, x: int, mode: int, weights: Sequence[str], norm: str | None = None) -> int:
@@ -86,14 +99,19 @@ class CpuGraphBuilder(GraphBuilder):
         width = sum(w.m for w in matrices)
         p = self._new_parameters(linear.M_FIRST + linear.MATRIX_WORDS * len(matrices))
         p[linear.M_COUNT_AT], p[linear.M_MATRICES], p[linear.M_WIDTH] = self._count_at, len(matrices), width
-        p[linear.M_SCRATCH], p[linear.M_RESIDUAL] = self.kv.matmul_scratch.ctypes.data, int(residual is not None)
+        p[linear.M_SCRATCH], p[linear.M_RESIDUAL] = (
+            self.kv.matmul_scratch.ctypes.data,
+            int(residual is not None),
+        )
         kinds = sorted({w.kind for w in matrices})
         column = 0
         for i, w in enumerate(matrices):
             words = p[linear.M_FIRST + linear.MATRIX_WORDS * i :]
             words[linear.W_FUNCTION] = matmul.compiled_matmul(w.type_id).address
             words[linear.W_PACKED], words[linear.W_ROWS], words[linear.W_K] = w.data.ctypes.data, w.m, w.k
-            words[linear.W_OFFSET] = sum(matmul.activation_nbytes(kind, 1, w.k) for kind in kinds if kind < w.kind)
+            words[linear.W_OFFSET] = sum(
+                matmul.activation_nbytes(kind, 1, w.k) for kind in kinds if kind < w.kind
+            )
             words[linear.W_COLUMN] = column
             column += w.m
         sources = (activations,) if residual is None else (activations, residual)
@@ -102,4 +120,3 @@ class CpuGraphBuilder(GraphBuilder):
     def _new_parameters(self, words: int) -> np.ndarray:
         self._parameters.append(np.zeros(words, np.int64))
         return self._parameters[-1]
-

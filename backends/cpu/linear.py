@@ -19,7 +19,14 @@ from numba.extending import intrinsic
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
 from backends.cpu.attention import load_i64
 from backends.cpu.matmul.activations import (
-    BLOCK_ELEMENTS, BLOCKWISE, REGION_BYTES, SUPERBLOCKWISE, emit_token, region_addresses, thread_share, tile_size,
+    BLOCK_ELEMENTS,
+    BLOCKWISE,
+    REGION_BYTES,
+    SUPERBLOCKWISE,
+    emit_token,
+    region_addresses,
+    thread_share,
+    tile_size,
 )
 from backends.cpu.simd import F32, I32, Emitter, Value, call_address, kernel, kernel_family
 from backends.cpu.vecmath import exp
@@ -83,9 +90,22 @@ _GELU_SCALE = float(np.float32(2.0 * np.sqrt(2.0 / np.pi)))
 
 
 @kernel_family
-def quantize_token(x: Emitter, kind: int, mode: int, source: Value, other: Value, factor: Value, tile: Value,
-                   first: Value, count: Value, *out: Value) -> None:
-    """Blocks [first, first + count) of one token. `other`: norm weight or the up half; factor: bits of a float."""
+def quantize_token(
+    x: Emitter,
+    kind: int,
+    mode: int,
+    source: Value,
+    other: Value,
+    factor: Value,
+    tile: Value,
+    first: Value,
+    count: Value,
+    *out: Value,
+) -> None:
+    """Blocks [first, first + count) of one token.
+
+    `other` is the norm's weight or the up half, `factor` the bits of a float.
+    """
 
     def load(i: Value) -> Value:
         at = x.mul(i, 64)
@@ -129,7 +149,7 @@ def quantize_share(params, source, out, ith, nth):
     count = load_i64((load_i64((params + 8 * Q_COUNT_AT,)),))
     mode, k = load_i64((params + 8 * Q_MODE,)), load_i64((params + 8 * Q_K,))
     kinds, weight = load_i64((params + 8 * Q_KINDS,)), load_i64((params + 8 * Q_WEIGHT,))
-    row_bytes = 4 * k if mode == PLAIN or mode == NORM else 8 * k
+    row_bytes = 4 * k if mode in (PLAIN, NORM) else 8 * k
     for kind in range(2):
         if (kinds >> kind) & 1 == 0:
             continue
@@ -147,7 +167,9 @@ def quantize_share(params, source, out, ith, nth):
                     elif mode != PLAIN:
                         other = row + 4 * k
                     one, two, three, four = region_addresses(kind, out, token, start, count, k)
-                    quantize_mode(kind, mode, (row, other, factor, np.int64(size), first, n, one, two, three, four))
+                    quantize_mode(
+                        kind, mode, (row, other, factor, np.int64(size), first, n, one, two, three, four)
+                    )
             start += size
         out += count * blocks * BLOCK_BYTES[kind]
 
@@ -212,7 +234,9 @@ def multiply_operator(tensor, ith, nth, params):
     residual = np.int64(0)
     if load_i64((params + 8 * M_RESIDUAL,)) != 0:
         residual = load_i64((load_i64((source + 8,)) + 8 * WORD_DATA,))
-    multiply_share(params, activations, load_i64((tensor + 8 * WORD_DATA,)), residual, np.int64(ith), np.int64(nth))
+    multiply_share(
+        params, activations, load_i64((tensor + 8 * WORD_DATA,)), residual, np.int64(ith), np.int64(nth)
+    )
 
 
 __all__ = ["multiply_operator", "quantize_operator"]

@@ -24,10 +24,19 @@ class CpuKV:
     Memory is asked for at once but touched only as blocks are first written.
     """
 
-    def __init__(self, config: ModelConfig, device: Device, weights: Weights, layers: Sequence[int],
-                 group_of: dict[int, int], num_blocks: Sequence[int]):
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        weights: Weights,
+        layers: Sequence[int],
+        group_of: dict[int, int],
+        num_blocks: Sequence[int],
+    ):
         if config.head_dim_k % 16 or config.head_dim_v % 16:
-            raise ModelError(f"head dimensions {config.head_dim_k} and {config.head_dim_v} must be multiples of 16")
+            raise ModelError(
+                f"head dimensions {config.head_dim_k} and {config.head_dim_v} must be multiples of 16"
+            )
         self.config, self.layers, self.group_of = config, list(layers), group_of
         share = config.n_head // config.n_head_kv
         if share > QUERY_ROWS:
@@ -35,8 +44,13 @@ class CpuKV:
         self._ropes = list(dict.fromkeys(config.rope_of(layer) for layer in layers))
         factors = [_factors(weights, rope.factors) for rope in self._ropes]
         self.header = StepHeader(
-            len(num_blocks), self._ropes, factors, config.n_layer, max(1, QUERY_ROWS // share),
-            device.threads, max(attend.SCRATCH_BYTES, 4 * config.head_dim_k),
+            len(num_blocks),
+            self._ropes,
+            factors,
+            config.n_layer,
+            max(1, QUERY_ROWS // share),
+            device.threads,
+            max(attend.SCRATCH_BYTES, 4 * config.head_dim_k),
         )
         self._key_bytes = 2 * BLOCK_SIZE * config.n_head_kv * config.head_dim_k
         self._value_bytes = 2 * BLOCK_SIZE * config.n_head_kv * config.head_dim_v
@@ -46,8 +60,12 @@ class CpuKV:
             [(TYPE_F16, self._key_bytes // 2, n) for n in blocks]
             + [(TYPE_F16, self._value_bytes // 2, n) for n in blocks],
         )
-        addresses = [ggml().get_data(h) for h in self._pools.handles]
         half = len(self.layers)
+        addresses = [ggml().get_data(h) for h in self._pools.handles]
+        for address, size in zip(
+            addresses, [self._key_bytes] * half + [self._value_bytes] * half, strict=True
+        ):
+            C.memset(address, 0, size)  # the scratch block stands in for blocks that left a window
         self._keys = dict(zip(self.layers, addresses[:half], strict=True))
         self._values = dict(zip(self.layers, addresses[half:], strict=True))
         self._weights = weights
@@ -64,7 +82,10 @@ class CpuKV:
             for layer in self.layers:
                 if self.group_of[layer] != copy.group:
                     continue
-                for base, size in ((self._keys[layer], self._key_bytes), (self._values[layer], self._value_bytes)):
+                for base, size in (
+                    (self._keys[layer], self._key_bytes),
+                    (self._values[layer], self._value_bytes),
+                ):
                     C.memmove(base + copy.dst * size, base + copy.src * size, size)
 
     def store_parameters(self, layer: int, fused: bool) -> np.ndarray:

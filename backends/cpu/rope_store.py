@@ -19,8 +19,24 @@ from backends.cpu.vecmath import clamp_half
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 # words of the operator's parameters; floats are stored as the bits of a float32
-(P_HEADER, P_GROUP, P_ROPE_WORD, P_HEADS, P_KV_HEADS, P_DIM_K, P_DIM_V, P_ROTATED, P_NEOX, P_SCALE, P_EPS,
- P_QUERY_NORM, P_KEY_NORM, P_KEY_POOL, P_VALUE_POOL, P_FUSED) = range(16)
+(
+    P_HEADER,
+    P_GROUP,
+    P_ROPE_WORD,
+    P_HEADS,
+    P_KV_HEADS,
+    P_DIM_K,
+    P_DIM_V,
+    P_ROTATED,
+    P_NEOX,
+    P_SCALE,
+    P_EPS,
+    P_QUERY_NORM,
+    P_KEY_NORM,
+    P_KEY_POOL,
+    P_VALUE_POOL,
+    P_FUSED,
+) = range(16)
 NUM_PARAMS = 16
 _F64 = ir.DoubleType()
 
@@ -149,8 +165,7 @@ def store_token(params, header, token, query, key, value, out, scratch):
         prepare_head(scratch, key + 4 * dim_k * h, dim_k, key_norm, eps, table, rotated, neox)
         at = 2 * S.BLOCK_SIZE * (block * kv_heads + h)
         store_key((key_pool + at * dim_k + 2 * lane, scratch, dim_k))
-        store_value((value_pool + at * dim_v + 2 * lane * dim_v,
-                     value + 4 * dim_v * h, dim_v // 16))
+        store_value((value_pool + at * dim_v + 2 * lane * dim_v, value + 4 * dim_v * h, dim_v // 16))
 
 
 @njit(nogil=True, cache=True)
@@ -167,8 +182,16 @@ def store_share(params, query, key, value, out, padded_rows, ith, nth):
         key, value = query + query_row, query + query_row + key_row
         query_row = key_row = value_row = query_row + key_row + value_row
     for token in range(tokens * ith // nth, tokens * (ith + 1) // nth):
-        store_token(params, header, token, query + token * query_row, key + token * key_row,
-                    value + token * value_row, out, scratch)
+        store_token(
+            params,
+            header,
+            token,
+            query + token * query_row,
+            key + token * key_row,
+            value + token * value_row,
+            out,
+            scratch,
+        )
     if ith == nth - 1:
         width = load_i64((params + 8 * P_HEADS,)) * load_i64((params + 8 * P_DIM_K,))
         fill_zero((out + 4 * tokens * width, (padded_rows - tokens) * width // 16))
@@ -176,7 +199,7 @@ def store_share(params, query, key, value, out, padded_rows, ith, nth):
 
 @cfunc(types.void(types.int64, types.int32, types.int32, types.int64), cache=True)
 def rope_store_operator(tensor, ith, nth, params):
-    """ggml custom operator: q, k, v [dim * heads, T], or all three side by side; out = queries for attention."""
+    """ggml custom operator: q, k, v [dim * heads, T], or all in one tensor; out = queries for attention."""
     source = tensor + 8 * WORD_SRC
     query = load_i64((load_i64((source,)) + 8 * WORD_DATA,))
     key = value = query
@@ -184,7 +207,9 @@ def rope_store_operator(tensor, ith, nth, params):
         key = load_i64((load_i64((source + 8,)) + 8 * WORD_DATA,))
         value = load_i64((load_i64((source + 16,)) + 8 * WORD_DATA,))
     rows = load_i64((tensor + 8 * 3,))  # ne[1]
-    store_share(params, query, key, value, load_i64((tensor + 8 * WORD_DATA,)), rows, np.int64(ith), np.int64(nth))
+    store_share(
+        params, query, key, value, load_i64((tensor + 8 * WORD_DATA,)), rows, np.int64(ith), np.int64(nth)
+    )
 
 
 __all__ = ["NUM_PARAMS", "rope_store_operator"]

@@ -32,8 +32,16 @@ WORDS_PER_GROUP = 3
 class StepHeader:
     """Owns the header's memory, and whatever a step's words point to while it runs."""
 
-    def __init__(self, num_groups: int, ropes: Sequence[Rope], rope_factors: Sequence[np.ndarray | None],
-                 num_layers: int, queries_per_item: int, threads: int, scratch_bytes: int):
+    def __init__(
+        self,
+        num_groups: int,
+        ropes: Sequence[Rope],
+        rope_factors: Sequence[np.ndarray | None],
+        num_layers: int,
+        queries_per_item: int,
+        threads: int,
+        scratch_bytes: int,
+    ):
         self.num_groups, self.queries_per_item = num_groups, queries_per_item
         self.words = np.zeros(GROUPS + WORDS_PER_GROUP * num_groups + len(ropes), np.int64)
         self._frequencies = [

@@ -83,12 +83,24 @@ class GraphBuilder:
         """
         raise NotImplementedError(f"no paged attention for device {self.device.info.name} yet")
 
-    def custom(self, width: int, rows: int, sources: Sequence[int], function: int, parameters: np.ndarray) -> int:
+    def custom(
+        self, width: int, rows: int, sources: Sequence[int], function: int, parameters: np.ndarray
+    ) -> int:
         """A numba operator as a node that all threads run; `parameters` must outlive the graph."""
         array = (P * len(sources))(*sources)
         address = C.c_void_p(function)
         return self.lib.custom_4d(
-            self.context, TYPE_F32, width, rows, 1, 1, array, len(sources), address, -1, parameters.ctypes.data
+            self.context,
+            TYPE_F32,
+            width,
+            rows,
+            1,
+            1,
+            array,
+            len(sources),
+            address,
+            -1,
+            parameters.ctypes.data,
         )
 
     def finish(self, outputs: Sequence[int]) -> None:

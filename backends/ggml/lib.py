@@ -21,7 +21,7 @@ SIZE, BOOL, STR = C.c_size_t, C.c_bool, C.c_char_p
 TYPE_F32, TYPE_F16, TYPE_I32 = 0, 1, 26
 
 # struct ggml_tensor in 8-byte words (4-byte `type` is padded to the first one)
-WORD_NE, WORD_NB, WORD_SRC, WORD_DATA = 2, 6, 19, 31
+WORD_BUFFER, WORD_NE, WORD_NB, WORD_SRC, WORD_DATA = 1, 2, 6, 19, 31
 TENSOR_WORDS = 42
 
 STATUS_SUCCESS = 0
@@ -107,6 +107,7 @@ SIGNATURES: dict[str, tuple] = {
     "backend_dev_count": ("registry", SIZE),
     "backend_dev_get": ("registry", P, SIZE),
     "backend_load_all_from_path": ("registry", None, STR),
+    "quantize_chunk": ("base", SIZE, I32, P, P, I64, I64, I64, P),
     "version": ("base", STR),
 }
 
@@ -157,6 +158,11 @@ class Library:
 def word_of(tensor: int, word: int) -> int:
     """The 8-byte word `word` of a `struct ggml_tensor`."""
     return C.c_int64.from_address(tensor + 8 * word).value
+
+
+def set_buffer(tensor: int, buffer: int | None) -> None:
+    """Pretend that a tensor lies in a buffer, to ask whether an operator would support it."""
+    C.c_void_p.from_address(tensor + 8 * WORD_BUFFER).value = buffer
 
 
 def shape_of(tensor: int) -> tuple[int, ...]:

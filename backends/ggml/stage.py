@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import time
 from collections import OrderedDict
-
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -15,8 +15,11 @@ from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
 from backends.ggml.models.block import build_block
 from backends.ggml.models.config import ModelConfig, layer_tensors
-from backends.ggml.weights import Progress, Weights
+from backends.ggml.weights import Progress
 from quant.gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from backends.cpu.layers import CpuLayers
 
 MAX_GRAPHS = 96  # shapes kept; a graph's metadata is a few hundred KiB
 
@@ -61,28 +64,38 @@ def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) ->
     return names + (["rope_freqs.weight"] if "rope_freqs.weight" in gguf.tensors else [])
 
 
-def bucket(count: int, limit: int) -> int:
-    """The number of rows a graph for `count` rows has: exact up to 8, then four sizes per doubling."""
-    if count <= 8:
-        return min(count, limit)
-    step = 1 << (count.bit_length() - 3)
-    return min(-(-count // step) * step, limit)
+def bucket(count: int, low: int, limit: int) -> int:
+    """The number of rows a graph for `count` rows has: exact up to 8, then four sizes per doubling.
+
+    At least `low`, and at most `limit` unless `low` is more. 0 stays 0.
+    """
+    if count == 0:
+        return 0
+    step = 1 << max(0, count.bit_length() - 3)
+    return max(low, min(-(-count // step) * step, limit))
 
 
 class GgmlStage:
     """Runs steps of its layers. Not thread-safe: one worker drives it. See base.StageBackend."""
 
-    def __init__(self, gguf: GGUFFile, config: ModelConfig, device: Device, spec: StageSpec,
-                 progress: Progress | None = None):
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        config: ModelConfig,
+        device: Device,
+        spec: StageSpec,
+        progress: Progress | None = None,
+    ):
         self._lib = ggml()
         self.config, self.device, self.spec = config, device, spec
         self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
         self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
-        self._open(gguf, progress)
+        self._layers = self._open(gguf, progress)
         self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
         self._allocator = self._lib.gallocr_new(device.buffer_type)
         # the largest graph first: its compute buffer then serves all the others
-        self._graph(spec.max_tokens, spec.max_logits if self.is_last else 0)
+        low = self._layers.min_rows
+        self._graph(max(low, spec.max_tokens), max(low, spec.max_logits) if self.is_last else 0)
         width = config.n_vocab if self.is_last else config.n_embd
         rows = spec.max_logits if self.is_last else spec.max_tokens
         self._outputs = [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
@@ -91,10 +104,13 @@ class GgmlStage:
     def compute(self, batch: BatchLike, hidden: np.ndarray | None) -> np.ndarray:
         """See base.StageBackend. Raises StageError when the device fails."""
         tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
-        graph = self._graph(bucket(tokens, self.spec.max_tokens), bucket(logits, self.spec.max_logits))
+        low = self._layers.min_rows
+        graph = self._graph(
+            bucket(tokens, low, self.spec.max_tokens), bucket(logits, low, self.spec.max_logits)
+        )
         rows = graph.builder.rows
-        self.kv.copy_blocks(batch.copies)
-        self.kv.header.set(batch)
+        self._layers.kv.copy_blocks(batch.copies)
+        self._layers.kv.header.set(batch)
         if self.is_first:
             self._set(graph.source, _padded(batch.input_ids, rows))
         else:
@@ -116,8 +132,8 @@ class GgmlStage:
 
     def memory(self) -> dict[str, int]:
         return {
-            "weights": self.weight_bytes,
-            "kv": self.kv.nbytes,
+            "weights": self._layers.weight_bytes,
+            "kv": self._layers.kv.nbytes,
             "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
         }
 
@@ -127,36 +143,22 @@ class GgmlStage:
             self._lib.free(graph.builder.context)
         self._graphs.clear()
         self._lib.gallocr_free(self._allocator)
-        self.kv.close()
-        self.weights.close()
+        self._layers.close()
         self.device.close()
 
-    def _open(self, gguf: GGUFFile, progress: Progress | None) -> None:
+    def _open(self, gguf: GGUFFile, progress: Progress | None) -> CpuLayers:
         """Weights, KV pools and graph builder, as this device's kernels call for."""
         if not self.device.is_cpu:
             raise DeviceError(f"device {self.device.info.name}: only CPU devices can hold layers yet")
-        from backends.cpu.graph import CpuGraphBuilder  # compiles or loads the kernels
-        from backends.cpu.packed import PackedWeights, packable
-        from backends.cpu.pools import CpuKV
+        from backends.cpu.layers import CpuLayers  # compiles or loads the kernels
 
         spec = self.spec
         names = stage_weights(self.config, gguf, spec.first, spec.last)
-        ours = [n for n in names if packable(gguf, n)]
-        theirs = [n for n in names if n not in ours]
-        if self.is_first and "token_embd.weight" in ours:
-            theirs.append("token_embd.weight")  # rows are looked up in the file's own layout
-            if self._head != "token_embd.weight" or not self.is_last:
-                ours.remove("token_embd.weight")
-        self.weights = Weights(gguf, theirs, self.device, progress)
-        packed = PackedWeights(gguf, ours, self.device.threads, progress)
-        layers = range(spec.first, spec.last)
-        self.kv = kv = CpuKV(self.config, self.device, self.weights, layers, spec.group_of, spec.num_blocks)
-        self.weight_bytes = self.weights.nbytes + packed.nbytes
-
-        def new_builder(rows: int) -> GraphBuilder:
-            return CpuGraphBuilder(self.config, self.device, self.weights, rows, kv, packed)
-
-        self._new_builder = new_builder
+        head = self._head if self.is_last else None
+        group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
+        return CpuLayers(
+            gguf, self.config, self.device, names, self.is_first, head, group_of, spec.num_blocks, progress
+        )
 
     def _graph(self, rows: int, logits: int) -> _Graph:
         key = (rows, logits)
@@ -165,7 +167,7 @@ class GgmlStage:
             return self._graphs[key]
         if len(self._graphs) >= MAX_GRAPHS:
             self._lib.free(self._graphs.popitem(last=False)[1].builder.context)
-        graph = self._graphs[key] = self._build(self._new_builder(rows), logits)
+        graph = self._graphs[key] = self._build(self._layers.new_builder(rows), logits)
         if not self._lib.gallocr_alloc_graph(self._allocator, graph.builder.graph):
             raise DeviceError(f"device {self.device.info.name}: no memory for the compute buffer")
         return graph

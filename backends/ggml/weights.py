@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.lib import BUFFER_USAGE_WEIGHTS, ggml
@@ -16,18 +16,32 @@ Progress = Callable[[int], None]  # called with bytes done since the last call
 class Weights:
     """ggml tensors of the named weights on one device. `tensor(name)` gives the handle."""
 
-    def __init__(self, gguf: GGUFFile, names: Iterable[str], device: Device, progress: Progress | None = None):
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        names: Iterable[str],
+        device: Device,
+        progress: Progress | None = None,
+        buffer_types: Mapping[str, int] | None = None,
+    ):
+        """`buffer_types` names the tensors that go to another buffer type than the device's own."""
         self._lib = ggml()
         self._gguf = gguf  # keeps the mapping alive: tensors may point into it
         self._tensors: dict[str, int] = {}
         self._buffers: list[int] = []
         self.nbytes = 0
-        infos = [gguf.tensors[n] for n in names]
-        mapped = [i for i in infos if device.from_host_ptr and i.offset % HOST_ALIGNMENT == 0]
-        copied = [i for i in infos if i not in mapped]
-        self._contexts = [self._lib.context(max(1, len(part))) for part in (mapped, copied)]
-        self._place_mapped(mapped, device, self._contexts[0], progress)
-        self._place_copied(copied, device, self._contexts[1], progress)
+        self._contexts: list[int] = []
+        own = buffer_types or {}
+        mapped: list[TensorInfo] = []
+        copied: dict[int, list[TensorInfo]] = {}
+        for info in (gguf.tensors[n] for n in names):
+            if info.name not in own and device.from_host_ptr and info.offset % HOST_ALIGNMENT == 0:
+                mapped.append(info)
+            else:
+                copied.setdefault(own.get(info.name, device.buffer_type), []).append(info)
+        self._place_mapped(mapped, device, progress)
+        for buffer_type, infos in copied.items():
+            self._place_copied(infos, device, buffer_type, progress)
 
     def tensor(self, name: str) -> int:
         return self._tensors[name]
@@ -50,14 +64,21 @@ class Weights:
         self.nbytes += info.nbytes
         return tensor
 
-    def _place_mapped(self, infos: list[TensorInfo], device: Device, context: int, progress: Progress | None) -> None:
+    def _context(self, count: int) -> int:
+        self._contexts.append(self._lib.context(count))
+        return self._contexts[-1]
+
+    def _place_mapped(self, infos: list[TensorInfo], device: Device, progress: Progress | None) -> None:
         if not infos:
             return
+        context = self._context(len(infos))
         base = self._gguf.tensor_data(infos[0].name).ctypes.data - infos[0].offset
         first = min(i.offset for i in infos) // 4096 * 4096
         last = max(i.offset + i.nbytes for i in infos)
         largest = max(i.nbytes for i in infos)
-        buffer = self._lib.backend_dev_buffer_from_host_ptr(device.handle, base + first, last - first, largest)
+        buffer = self._lib.backend_dev_buffer_from_host_ptr(
+            device.handle, base + first, last - first, largest
+        )
         if not buffer:
             raise DeviceError(f"device {device.info.name}: cannot map {last - first} bytes of weights")
         self._buffers.append(buffer)
@@ -67,13 +88,16 @@ class Weights:
             if progress:
                 progress(info.nbytes)
 
-    def _place_copied(self, infos: list[TensorInfo], device: Device, context: int, progress: Progress | None) -> None:
-        if not infos:
-            return
+    def _place_copied(
+        self, infos: list[TensorInfo], device: Device, buffer_type: int, progress: Progress | None
+    ) -> None:
+        context = self._context(len(infos))
         tensors = [self._new(info, context) for info in infos]
-        buffer = self._lib.backend_alloc_ctx_tensors_from_buft(context, device.buffer_type)
+        buffer = self._lib.backend_alloc_ctx_tensors_from_buft(context, buffer_type)
         if not buffer:
-            raise DeviceError(f"device {device.info.name}: no memory for {sum(i.nbytes for i in infos)} bytes of weights")
+            raise DeviceError(
+                f"device {device.info.name}: no memory for {sum(i.nbytes for i in infos)} bytes of weights"
+            )
         self._buffers.append(buffer)
         self._lib.backend_buffer_set_usage(buffer, BUFFER_USAGE_WEIGHTS)
         for info, tensor in zip(infos, tensors, strict=True):
@@ -91,7 +115,9 @@ class DeviceTensors:
         self._lib = lib = ggml()
         self._context = lib.context(max(1, len(shapes)))
         self.handles = [lib.new_tensor_4d(self._context, t, width, rows, 1, 1) for t, width, rows in shapes]
-        self._buffer = lib.backend_alloc_ctx_tensors_from_buft(self._context, device.buffer_type) if shapes else None
+        self._buffer = (
+            lib.backend_alloc_ctx_tensors_from_buft(self._context, device.buffer_type) if shapes else None
+        )
         if shapes and not self._buffer:
             lib.free(self._context)
             wanted = sum(lib.nbytes(h) for h in self.handles)
@@ -103,6 +129,4 @@ class DeviceTensors:
             if self._buffer:
                 self._lib.backend_buffer_free(self._buffer)
             self._lib.free(self._context)
-        self._context = self._buffer = None
-
-
+        self._context, self._buffer = 0, None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import queue
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -35,7 +35,7 @@ class Runner:
     def __init__(self, backends: Sequence[StageBackend]):
         self._done: queue.SimpleQueue[StepState] = queue.SimpleQueue()
         self.stages: list[Stage] = []
-        deliver = self._done.put
+        deliver: Callable[[StepState], None] = self._done.put
         for index in reversed(range(len(backends))):
             stage = Stage(backends[index], deliver, f"stage-{index}")
             self.stages.insert(0, stage)

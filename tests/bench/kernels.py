@@ -26,7 +26,8 @@ from backends.cpu.simd import call_address
 
 IDS = {f.name: f.type_id for f in FORMATS.values()}
 CACHE_BYTES = 48 << 20  # weights cycle through at least this much, so that decode reads memory
-OPERATIONS = 1 << 29  # in a timed run
+SPIN_SECONDS = 0.2  # ggml's threads spin that long for their next graph and would take ours' cores
+OPERATIONS = 1 << 31  # in a timed run, per thread
 
 
 @njit(nogil=True)
@@ -95,6 +96,8 @@ def measure(type_id: int, m: int, k: int, n: int, threads: int, rounds: int) -> 
     times: tuple[list[float], list[float]] = ([], [])
     for _ in range(rounds + 1):
         for run, seconds in ((ours.run, times[0]), (theirs.run, times[1])):
+            if threads > 1:
+                time.sleep(SPIN_SECONDS)
             start = time.perf_counter()
             run()
             seconds.append((time.perf_counter() - start) / repeats)

@@ -20,10 +20,14 @@ ROPE = Rope(n_rot=16, base=10000.0, scale=1.0, neox=False)
 class Bench:
     """One layer's pools and both operators, driven without ggml."""
 
-    def __init__(self, heads=6, kv_heads=2, dim_k=32, dim_v=48, blocks=64, window=0, rope=ROPE, norm=False, seed=0):
+    def __init__(
+        self, heads=6, kv_heads=2, dim_k=32, dim_v=48, blocks=64, window=0, rope=ROPE, norm=False, seed=0
+    ):
         self.heads, self.kv_heads, self.dim_k, self.dim_v, self.window = heads, kv_heads, dim_k, dim_v, window
         self.rope, self.rng = rope, np.random.default_rng(seed)
-        self.header = StepHeader(1, [rope], [None], 1, max(1, QUERY_ROWS * kv_heads // heads), 4, attend.SCRATCH_BYTES)
+        self.header = StepHeader(
+            1, [rope], [None], 1, max(1, QUERY_ROWS * kv_heads // heads), 4, attend.SCRATCH_BYTES
+        )
         self.keys = np.zeros((blocks, kv_heads, dim_k, BLOCK_SIZE), np.float16)
         self.values = np.zeros((blocks, kv_heads, BLOCK_SIZE, dim_v), np.float16)
         self.norms = self.rng.uniform(0.5, 1.5, (2, dim_k)).astype(np.float32) if norm else None
@@ -37,11 +41,21 @@ class Bench:
         out = np.empty((len(q), self.heads, self.dim_v), np.float32)
         p = self._store_parameters()
         for ith in range(threads):
-            store.store_share(p.ctypes.data, q.ctypes.data, k.ctypes.data, v.ctypes.data, ready.ctypes.data,
-                              np.int64(len(q)), np.int64(ith), np.int64(threads))
+            store.store_share(
+                p.ctypes.data,
+                q.ctypes.data,
+                k.ctypes.data,
+                v.ctypes.data,
+                ready.ctypes.data,
+                np.int64(len(q)),
+                np.int64(ith),
+                np.int64(threads),
+            )
         a = self._attention_parameters()
         for ith in range(threads):
-            attend.attend_share(a.ctypes.data, ready.ctypes.data, out.ctypes.data, np.int64(len(q)), np.int64(ith))
+            attend.attend_share(
+                a.ctypes.data, ready.ctypes.data, out.ctypes.data, np.int64(len(q)), np.int64(ith)
+            )
         return out
 
     def _store_parameters(self):
@@ -62,7 +76,11 @@ class Bench:
         return a
 
     def _common(self, p, names):
-        p[names.P_HEADER], p[names.P_HEADS], p[names.P_KV_HEADS] = self.header.address, self.heads, self.kv_heads
+        p[names.P_HEADER], p[names.P_HEADS], p[names.P_KV_HEADS] = (
+            self.header.address,
+            self.heads,
+            self.kv_heads,
+        )
         p[names.P_DIM_K], p[names.P_DIM_V] = self.dim_k, self.dim_v
         p[names.P_KEY_POOL], p[names.P_VALUE_POOL] = self.keys.ctypes.data, self.values.ctypes.data
 
@@ -117,7 +135,9 @@ def random_tokens(bench, count):
     return [bench.rng.standard_normal((count, *shape)).astype(np.float32) for shape in shapes]
 
 
-@pytest.mark.parametrize("heads, kv_heads, dim_k, dim_v", [(6, 2, 32, 48), (4, 4, 64, 64), (4, 1, 128, 256), (8, 1, 16, 16)])
+@pytest.mark.parametrize(
+    "heads, kv_heads, dim_k, dim_v", [(6, 2, 32, 48), (4, 4, 64, 64), (4, 1, 128, 256), (8, 1, 16, 16)]
+)
 @pytest.mark.parametrize("window", [0, 1, 20, 64])
 def test_equals_numpy_in_chunks(heads, kv_heads, dim_k, dim_v, window):
     bench = Bench(heads, kv_heads, dim_k, dim_v, window=window)
@@ -128,7 +148,9 @@ def test_equals_numpy_in_chunks(heads, kv_heads, dim_k, dim_v, window):
     got = np.empty((length, heads, dim_v), np.float32)
     for count in (1, 7, 64, 33, 45):
         part = slice(start, start + count)
-        got[part] = bench.run(make_batch([(table, start, count)]), q[part].copy(), k[part].copy(), v[part].copy())
+        got[part] = bench.run(
+            make_batch([(table, start, count)]), q[part].copy(), k[part].copy(), v[part].copy()
+        )
         start += count
     want = bench.reference(q, k, v, 0)
     assert np.abs(got - want).max() <= ATTENTION_BOUND * np.abs(want).max()
@@ -154,7 +176,10 @@ def test_bits_do_not_depend_on_the_batch(seed, window, sequences):
     tables = np.split(rng.permutation(np.arange(1, 64))[: 8 * sequences], sequences)
     alone = Bench(window=window, seed=1)
     inputs = [random_tokens(alone, int(n)) for n in lengths]
-    want = [alone.run(make_batch([(t, 0, int(n))]), *x, threads=1) for t, n, x in zip(tables, lengths, inputs, strict=True)]
+    want = [
+        alone.run(make_batch([(t, 0, int(n))]), *x, threads=1)
+        for t, n, x in zip(tables, lengths, inputs, strict=True)
+    ]
     mixed = Bench(window=window, seed=1)
     got = [np.empty_like(w) for w in want]
     done = np.zeros(sequences, int)
@@ -180,7 +205,9 @@ def test_huge_values_are_stored_finite():
     assert bench.values[1, :, 1].min() == -65504
 
 
-@given(st.lists(st.tuples(st.integers(0, 300), st.integers(1, 70)), min_size=1, max_size=9), st.integers(1, 32))
+@given(
+    st.lists(st.tuples(st.integers(0, 300), st.integers(1, 70)), min_size=1, max_size=9), st.integers(1, 32)
+)
 def test_work_items_cover_each_row_once(sequences, queries):
     counts = np.array([c for _, c in sequences])
     cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -195,3 +222,12 @@ def test_rotation_table_is_exact_at_long_positions():
     positions = np.array([0, 1, 100_000], np.int32)
     table = rotation_table(positions, np.array([1.0, 0.01]))
     np.testing.assert_allclose(table[2, 1], [np.cos(1000.0), np.sin(1000.0)], rtol=1e-6)
+
+
+def test_unwritten_slots_do_not_matter():
+    """A block is handed out with whatever it held before; NaNs there must not reach the output."""
+    clean, dirty = Bench(seed=3), Bench(seed=3)
+    dirty.keys[1:], dirty.values[1:] = np.nan, np.nan
+    for bench in (clean, dirty):
+        bench.out = bench.run(make_batch([([5, 9], 0, 21), ([7], 0, 1)]), *random_tokens(bench, 22))
+    np.testing.assert_array_equal(dirty.out, clean.out)

@@ -52,12 +52,16 @@ def assert_within_bound(y: np.ndarray, x: np.ndarray, weights: np.ndarray, kind:
 def test_error_is_no_larger_than_ggmls(name):
     m, k, n = 96, 1024, 24
     raw, ours, weights = matrix(NAMES[name], m, k)
-    x = np.random.default_rng(2).standard_normal((n, k)).astype(np.float32)
-    y = ours.multiply(x)
-    assert_within_bound(y, x, weights, matmul.activation_kind(NAMES[name]))
+    rng = np.random.default_rng(2)
+    normal = rng.standard_normal((n, k))
+    rare = rng.random((n, k)) < 0.01
     theirs = GgmlMatmul(NAMES[name], raw, m, k, n)
-    exact = x.astype(np.float64) @ weights.T
-    assert np.linalg.norm(y - exact) <= GGML_ERROR_RATIO * np.linalg.norm(theirs.multiply(x) - exact)
+    for x in (normal, np.where(rare, 100 * normal, normal), np.where(rare, normal, 0), normal * 1e-3):
+        x = x.astype(np.float32)
+        y = ours.multiply(x)
+        assert_within_bound(y, x, weights, matmul.activation_kind(NAMES[name]))
+        exact = x.astype(np.float64) @ weights.T
+        assert np.linalg.norm(y - exact) <= GGML_ERROR_RATIO * np.linalg.norm(theirs.multiply(x) - exact)
     theirs.close()
 
 

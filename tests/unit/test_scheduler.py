@@ -230,3 +230,14 @@ def test_a_request_without_its_token_ends_with_an_error() -> None:
     assert step and s.update(step, [None]) == [r] and r.finish_reason is FinishReason.ERROR
     with pytest.raises(ValueError, match="limits"):
         scheduler(budget=0)
+
+
+def test_a_waiting_request_is_admitted_as_soon_as_there_is_room() -> None:
+    s = scheduler(groups(8 * SIZE), budget=512)
+    big, next_one = request("big", 100), request("next", 100)
+    s.add(big)
+    s.add(next_one)
+    for _ in range(3):
+        assert served(run_step(s)).keys() == {"big"}
+    s.abort("big")
+    assert served(run_step(s)) == {"next": 100}

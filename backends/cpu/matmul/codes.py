@@ -70,13 +70,11 @@ def dot_bytes(x: Emitter, total: Value, weights: Value, activations: Value, sign
     u8 * i8 + u8 * i8 would overflow 16 bits. All levels give the same integers.
     """
     level = cpu_level()
-    if level == "avx512_vnni":
-        operands = [x.b.bitcast(v, I8X64) for v in (weights, activations)]
-        return x.call("llvm.x86.avx512.vpdpbusd.512", I32X16, total, *operands)
+    if level == "avx512_vnni":  # LLVM 22 takes vectors of bytes, and still reads this older form
+        return x.call("llvm.x86.avx512.vpdpbusd.512", I32X16, total, weights, activations)
     halves = []
     for start in (0, 8):
         part, w, a = (x.part(v, start, 8) for v in (total, weights, activations))
-        w, a = x.b.bitcast(w, I8X32), x.b.bitcast(a, I8X32)
         if level == "avx_vnni":
             halves.append(x.call("llvm.x86.avx512.vpdpbusd.256", I32X8, part, w, a))
         else:
@@ -86,6 +84,7 @@ def dot_bytes(x: Emitter, total: Value, weights: Value, activations: Value, sign
 
 def _dot_avx2(x: Emitter, total: Value, weights: Value, activations: Value, signed: bool) -> Value:
     """Pairs of products in 16 bits: at most 2 * 63 * 127 unsigned, 2 * 128 * 127 signed."""
+    weights, activations = x.b.bitcast(weights, I8X32), x.b.bitcast(activations, I8X32)
     if signed:
         q = x.b.xor(weights, ir.Constant(I8X32, [-128] * 32))
         weights = x.call("llvm.abs.v32i8", I8X32, q, x.const(0, I1))
@@ -96,9 +95,9 @@ def _dot_avx2(x: Emitter, total: Value, weights: Value, activations: Value, sign
 
 def dot_pairs(x: Emitter, total: Value, mins: Value, sums: Value) -> Value:
     """total + the dot product of each lane's two i16; `mins` is <32 x i16>, `sums` <16 x i32>."""
-    sums = x.b.bitcast(sums, I16X32)
     if cpu_level() == "avx512_vnni":
-        return x.call("llvm.x86.avx512.vpdpwssd.512", I32X16, total, mins, sums)
+        return x.call("llvm.x86.avx512.vpdpwssd.512", I32X16, total, x.b.bitcast(mins, I32X16), sums)
+    sums = x.b.bitcast(sums, I16X32)
     halves = [
         x.call("llvm.x86.avx2.pmadd.wd", I32X8, x.part(mins, 16 * half, 16), x.part(sums, 16 * half, 16))
         for half in (0, 1)

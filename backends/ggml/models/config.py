@@ -63,7 +63,9 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
     family = FAMILIES.get(gguf.architecture)
     if family is None:
         known = ", ".join(FAMILIES)
-        raise ModelError(f"{gguf.path.name}: model family {gguf.architecture!r} is not supported (known: {known})")
+        raise ModelError(
+            f"{gguf.path.name}: model family {gguf.architecture!r} is not supported (known: {known})"
+        )
     meta = _Metadata(gguf.path.name, family.architecture, gguf.metadata)
     n_layer = meta.size("block_count", 1, 4096)
     n_embd, n_head = meta.size("embedding_length", 1, 1 << 20), meta.size("attention.head_count", 1, 4096)
@@ -73,7 +75,9 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
     head_dim_v = meta.size("attention.value_length", 1, 4096, head_dim)
     n_rot = meta.size("rope.dimension_count", 2, head_dim_k, head_dim_k)
     if n_head % n_head_kv or n_rot % 2:
-        raise ModelError(f"{gguf.path.name}: {n_head} heads over {n_head_kv} KV heads, {n_rot} rotated dimensions")
+        raise ModelError(
+            f"{gguf.path.name}: {n_head} heads over {n_head_kv} KV heads, {n_rot} rotated dimensions"
+        )
     if meta.size("expert_count", 0, 1 << 16, 0):
         raise ModelError(f"{gguf.path.name}: mixture-of-experts models are not supported yet")
     windows = _windows(meta, family, n_layer)
@@ -196,9 +200,14 @@ def layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
 
 def _check_tensors(gguf: GGUFFile, config: ModelConfig) -> None:
     """Every weight present with its shape, and none that the graph would silently leave out."""
-    wanted = {f"blk.{i}.{n}.weight": s for i in range(config.n_layer) for n, s in layer_tensors(config).items()}
+    wanted = {
+        f"blk.{i}.{n}.weight": s for i in range(config.n_layer) for n, s in layer_tensors(config).items()
+    }
     wanted |= {"token_embd.weight": (config.n_embd, config.n_vocab), "output_norm.weight": (config.n_embd,)}
-    optional = {"output.weight": (config.n_embd, config.n_vocab), "rope_freqs.weight": (config.rope_full.n_rot // 2,)}
+    optional = {
+        "output.weight": (config.n_embd, config.n_vocab),
+        "rope_freqs.weight": (config.rope_full.n_rot // 2,),
+    }
     for name, shape in wanted.items():
         info = gguf.tensors.get(name)
         if info is None:
@@ -209,6 +218,10 @@ def _check_tensors(gguf: GGUFFile, config: ModelConfig) -> None:
         if name in wanted:
             continue
         if name not in optional:
-            raise ModelError(f"{gguf.path.name}: tensor {name} is not part of family {config.family.architecture}")
+            raise ModelError(
+                f"{gguf.path.name}: tensor {name} is not part of family {config.family.architecture}"
+            )
         if info.shape != optional[name]:
-            raise ModelError(f"{gguf.path.name}: tensor {name} has shape {info.shape}, expected {optional[name]}")
+            raise ModelError(
+                f"{gguf.path.name}: tensor {name} has shape {info.shape}, expected {optional[name]}"
+            )

@@ -1,0 +1,71 @@
+"""Everything a CPU device holds of a stage's layers: weights, KV pools, and how graphs are built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from backends.cpu.graph import CpuGraphBuilder
+from backends.cpu.packed import PackedWeights, packable
+from backends.cpu.pools import CpuKV
+from backends.ggml.devices import Device, DeviceError
+from backends.ggml.lib import ggml
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.probe import PLAIN, Verdicts, probe
+from backends.ggml.weights import Progress, Weights
+from quant.gguf import GGUFFile
+from quant.types import GGML_TYPES
+
+EMBEDDING = "token_embd.weight"
+
+
+class CpuLayers:
+    """Matrices whose format our matmul has are repacked for it; the others go to ggml's.
+
+    `min_rows` is the number of rows to which graphs must be padded for ggml's matmuls to give a
+    row the same bits in every batch (see ggml/probe.py). 1 when all matrices are ours.
+    """
+
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        config: ModelConfig,
+        device: Device,
+        names: Sequence[str],
+        lookup: bool,
+        head: str | None,
+        group_of: dict[int, int],
+        num_blocks: Sequence[int],
+        progress: Progress | None,
+    ):
+        """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix."""
+        self._config, self._device = config, device
+        matrices = [n for n in names if len(gguf.tensors[n].shape) == 2 and (n != EMBEDDING or n == head)]
+        ours = [n for n in matrices if packable(gguf, n)]
+        theirs = [n for n in matrices if n not in ours]
+        verdicts = probe(gguf.tensors[n].type for n in theirs)
+        buffers = {t: _choose(verdicts, t, device) for t in {gguf.tensors[n].type for n in theirs}}
+        self.min_rows = max((rows for _, rows in buffers.values()), default=1)
+        extra = {n: buffers[gguf.tensors[n].type][0] for n in theirs if n != EMBEDDING or not lookup}
+        plain = [n for n in names if n not in ours or (n == EMBEDDING and lookup)]
+        self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
+        self._packed = PackedWeights(gguf, ours, device.threads, progress)
+        self.weight_bytes = self.weights.nbytes + self._packed.nbytes
+        self.kv = CpuKV(config, device, self.weights, sorted(group_of), group_of, num_blocks)
+
+    def new_builder(self, rows: int) -> CpuGraphBuilder:
+        return CpuGraphBuilder(self._config, self._device, self.weights, rows, self.kv, self._packed)
+
+    def close(self) -> None:
+        self.kv.close()
+        self.weights.close()
+
+
+def _choose(verdicts: Verdicts, type_id: int, device: Device) -> tuple[int | None, int]:
+    """(extra buffer type or None, rows needed): an extra one only where it gives each row its own bits."""
+    for buffer_type in device.extra_buffer_types():
+        if verdicts.get((type_id, ggml().backend_buft_name(buffer_type).decode())) == 1:
+            return buffer_type, 1
+    rows = verdicts.get((type_id, PLAIN))
+    if rows is None:
+        raise DeviceError(f"{GGML_TYPES[type_id].name} weights cannot be multiplied on this CPU")
+    return None, rows

@@ -1,0 +1,68 @@
+"""Drives a stage directly: sequences in, logits out, with block tables of the test's choosing."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+
+from backends.ggml.devices import open_device
+from backends.ggml.models import read_config
+from backends.ggml.stage import GgmlStage, StageSpec
+from hetero.batch import Batch
+from quant.gguf import open_gguf
+
+BLOCK = 16
+
+
+class Driver:
+    """A model on the CPU with `num_blocks` blocks per KV group, of which block 0 is scratch."""
+
+    def __init__(self, path: Path, num_blocks: int = 200, max_tokens: int = 256, threads: int = 2):
+        self.gguf = open_gguf(path)
+        self.config = read_config(self.gguf)
+        windows = sorted(set(self.config.layer_windows), key=lambda w: (w is not None, w or 0))
+        group_of = {layer: windows.index(w) for layer, w in enumerate(self.config.layer_windows)}
+        self.num_groups, self.num_blocks = len(windows), num_blocks
+        spec = StageSpec(
+            0, self.config.n_layer, group_of, (num_blocks,) * len(windows), max_tokens, max_logits=max_tokens
+        )
+        self.stage = GgmlStage(self.gguf, self.config, open_device("CPU", threads), spec)
+
+    def step(self, sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> list[np.ndarray]:
+        """Compute (block table, start, token ids) of several sequences; logits of every token."""
+        counts = [len(ids) for _, _, ids in sequences]
+        cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
+        positions = np.concatenate([np.arange(s, s + len(i)) for _, s, i in sequences]).astype(np.int32)
+        tables = np.zeros((len(sequences), max(len(t) for t, _, _ in sequences)), np.int32)
+        for row, (table, _, _) in zip(tables, sequences, strict=True):
+            row[: len(table)] = table
+        owner = np.repeat(np.arange(len(sequences)), counts)
+        slots = (tables[owner, positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int32)
+        batch = Batch(
+            step_id=0,
+            input_ids=np.concatenate([i for _, _, i in sequences]).astype(np.int32),
+            positions=positions,
+            slot_mapping=[slots] * self.num_groups,
+            block_tables=[tables] * self.num_groups,
+            context_lens=np.array([s + len(i) for _, s, i in sequences], np.int32),
+            cu_seqlens_q=cu,
+            logits_rows=np.arange(cu[-1], dtype=np.int32),
+            copies=[],
+        )
+        logits = self.stage.compute(batch, None).copy()
+        return np.split(logits, cu[1:-1])
+
+    def logits(self, ids: Sequence[int], chunk: int = 64, seed: int = 0) -> np.ndarray:
+        """Logits [len(ids), n_vocab] of one sequence, computed in chunks through shuffled blocks."""
+        table = np.random.default_rng(seed).permutation(np.arange(1, self.num_blocks))[
+            : -(-len(ids) // BLOCK)
+        ]
+        parts = [
+            self.step([(table, start, ids[start : start + chunk])])[0] for start in range(0, len(ids), chunk)
+        ]
+        return np.concatenate(parts)
+
+    def close(self) -> None:
+        self.stage.close()
