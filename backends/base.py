@@ -53,8 +53,14 @@ class StageBackend(Protocol):
         """Run the stage. `hidden` is float32 [T, n_embd], or None for the first stage.
 
         Returns float32 [T, n_embd], or the logits [L, n_vocab] from the last stage. The array is
-        overwritten only after as many further calls as steps can be in flight.
+        overwritten only after as many further calls as steps can be in flight, the result of a
+        pipeline of one stage by the next call.
         """
+        ...
+
+    @property
+    def argmax(self) -> np.ndarray | None:
+        """int32 [L]: the last call's largest logits (lowest id of equals, -1: not finite), if known."""
         ...
 
     @property

@@ -64,18 +64,22 @@ class Batch:
 
 def build(step: Step, num_groups: int, block_size: int) -> Batch:
     """Turn a step into arrays. Every scheduled position must lie inside the block tables."""
-    counts = np.asarray(step.num_scheduled_tokens, np.int32)
-    cu_seqlens = np.zeros(len(counts) + 1, np.int32)
-    np.cumsum(counts, out=cu_seqlens[1:])
-    ids: list[int] = []
-    starts = np.empty(len(counts), np.int32)
-    for i, (request, count) in enumerate(zip(step.requests, step.num_scheduled_tokens, strict=True)):
-        start = starts[i] = request.num_computed_tokens
-        ids += request.token_ids(int(start), int(start) + count)
-    positions = np.arange(cu_seqlens[-1], dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
-    owners = np.repeat(np.arange(len(counts)), counts)
+    size = len(step.requests)
+    counts = np.array(step.num_scheduled_tokens, np.int32)
+    starts = np.array([r.num_computed_tokens for r in step.requests], np.int32)
+    if step.num_tokens == size:  # one token each: nothing to spread out
+        ids = [r.token_ids(r.num_computed_tokens, r.num_computed_tokens + 1)[0] for r in step.requests]
+        cu_seqlens, owners, positions = np.arange(size + 1, dtype=np.int32), np.arange(size), starts
+    else:
+        ids = []
+        for request, count in zip(step.requests, step.num_scheduled_tokens, strict=True):
+            ids += request.token_ids(request.num_computed_tokens, request.num_computed_tokens + count)
+        cu_seqlens = np.concatenate(([0], np.cumsum(counts, dtype=np.int32)), dtype=np.int32)
+        owners = np.repeat(np.arange(size), counts)
+        positions = np.arange(len(ids), dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
     tables = [_pad([r.block_tables[g] for r in step.requests]) for g in range(num_groups)]
-    slots = [t[owners, positions // block_size] * block_size + positions % block_size for t in tables]
+    blocks, offsets = np.divmod(positions, block_size)
+    slots = [t[owners, blocks] * block_size + offsets for t in tables]
     last_rows = cu_seqlens[1:] - 1
     return Batch(
         step_id=step.step_id,

@@ -47,6 +47,8 @@ class ResultLike(Protocol):
     @property
     def logits(self) -> np.ndarray | None: ...
     @property
+    def argmax(self) -> np.ndarray | None: ...
+    @property
     def error(self) -> Exception | None: ...
     @property
     def graph_seconds(self) -> float: ...
@@ -69,7 +71,12 @@ class SamplerLike(Protocol):
     n_vocab: int
 
     def sample(
-        self, logits: np.ndarray, states: Sequence[SamplerState], masks: Sequence[np.ndarray | None]
+        self,
+        logits: np.ndarray,
+        states: Sequence[SamplerState],
+        masks: Sequence[np.ndarray | None],
+        argmax: np.ndarray | None = None,
+        /,
     ) -> list[Sampled]: ...
 
 
@@ -149,9 +156,7 @@ class Engine:
         self.scheduler.add(request)
         if not self._generations:
             self.last_progress = self.clock()
-        self._generations[request.request_id] = _Generation(
-            request, sink, state, detokenizer, grammar, mask
-        )
+        self._generations[request.request_id] = _Generation(request, sink, state, detokenizer, grammar, mask)
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as it is in no step in flight. Unknown ids are ignored."""
@@ -248,7 +253,7 @@ class Engine:
             self._fail_step(step, result.error or RuntimeError("no logits came back"))
         else:
             try:
-                outcome = self._sample(step, result.logits)
+                outcome = self._sample(step, result.logits, result.argmax)
             except Exception as error:  # not one request's fault: the whole step is lost
                 self._fail_step(step, error)
             else:
@@ -275,13 +280,14 @@ class Engine:
             self._generations[request.request_id].error = f"the device failed: {_one_line(error)}"
             self._deliver_end(request, OutputDelta())
 
-    def _sample(self, step: Step, logits: np.ndarray) -> _Outcome:
+    def _sample(self, step: Step, logits: np.ndarray, argmax: np.ndarray | None) -> _Outcome:
         size = len(step.requests)
         outcome = _Outcome([None] * size, [""] * size, [None] * size)
         due = [i for i, sampled in enumerate(step.sampled) if sampled]
         generations = [self._generations[step.requests[i].request_id] for i in due]
         masks = [self._mask(g) for g in generations]
-        results = self.sampler.sample(logits, [g.state for g in generations], masks) if due else []
+        states = [g.state for g in generations]
+        results = self.sampler.sample(logits, states, masks, argmax) if due else []
         for i, generation, result in zip(due, generations, results, strict=True):
             request = generation.request
             if request.abort_requested:

@@ -16,7 +16,8 @@ PERSISTENT = Path(__file__).resolve().parent.parent / ".pytest_cache" / "hetero"
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any import of the package: numba and platformdirs read the environment early."""
-    for name in [n for n in os.environ if n.startswith("HETERO_") and n != "HETERO_GGML_LIBS"]:
+    kept = ("HETERO_GGML_LIBS", "HETERO_TEST_SCALE")
+    for name in [n for n in os.environ if n.startswith("HETERO_") and n not in kept]:
         del os.environ[name]
     home = Path(tempfile.mkdtemp(prefix="hetero-test-"))
     config.add_cleanup(lambda: shutil.rmtree(home, ignore_errors=True))

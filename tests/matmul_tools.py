@@ -59,8 +59,18 @@ class OurMatmul:
             matmul.quantize_activations(kind, rows, x.strides[0], n, k, out, i, threads)
 
         def compute(i: int) -> None:
-            multiply(self.packed.ctypes.data, m, k, activations.ctypes.data, n, y.ctypes.data, y.strides[0],
-                     scratch.ctypes.data, i, threads)
+            multiply(
+                self.packed.ctypes.data,
+                m,
+                k,
+                activations.ctypes.data,
+                n,
+                y.ctypes.data,
+                y.strides[0],
+                scratch.ctypes.data,
+                i,
+                threads,
+            )
 
         for work in (quantize, compute):
             workers = [threading.Thread(target=work, args=(i,)) for i in range(1, threads)]
@@ -75,8 +85,17 @@ class OurMatmul:
 class GgmlMatmul:
     """The same product as a ggml graph of `repeats` mul_mat nodes over `copies` of the matrix."""
 
-    def __init__(self, type_id: int, raw: np.ndarray, m: int, k: int, n: int, threads: int = 1,
-                 copies: int = 1, repeats: int = 1) -> None:
+    def __init__(
+        self,
+        type_id: int,
+        raw: np.ndarray,
+        m: int,
+        k: int,
+        n: int,
+        threads: int = 1,
+        copies: int = 1,
+        repeats: int = 1,
+    ) -> None:
         self.lib, self.m, self.n = ggml_lib.ggml(), m, n
         self.device = open_device("CPU", threads)
         nodes = 2 * repeats + 16

@@ -6,8 +6,8 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from backends.cpu import argmax, linear, matmul
 from backends.cpu import attention as attend
-from backends.cpu import linear, matmul
 from backends.cpu import rope_store as store
 from backends.cpu.packed import PackedWeights
 from backends.cpu.pools import CpuKV
@@ -79,6 +79,11 @@ class CpuGraphBuilder(GraphBuilder):
             attend.attention_operator.address,
             self.kv.attention_parameters(layer),
         )
+
+    def argmax(self, logits: int) -> int | None:
+        p = self._new_parameters(argmax.NUM_PARAMS)
+        p[0] = self._count_at
+        return self.custom(1, self.rows_of(logits), (logits,), argmax.argmax_operator.address, p)
 
     def _quantize(self, x: int, mode: int, weights: Sequence[str], norm: str | None = None) -> int:
         """A node with the activations of x in every kind that the weights read."""

@@ -193,8 +193,9 @@ class Emitter:
             return self.b.shl(vector, self.splat_i32(-bits))
         return self.b.lshr(vector, self.splat_i32(bits)) if bits else vector
 
-    def call_family(self, emit: Callable[..., None], kind: int, variant: int,
-                    values: Sequence[Value]) -> None:
+    def call_family(
+        self, emit: Callable[..., None], kind: int, variant: int, values: Sequence[Value]
+    ) -> None:
         """Call `emit(x, kind, variant, *values)` as a function of int64, made when first called."""
         module = self.b.module
         name = f"{emit.__module__}.{emit.__qualname__}.{kind}.{variant}"
@@ -210,8 +211,9 @@ class Emitter:
 
     # -- control --------------------------------------------------------------------------------------
 
-    def loop(self, count: Value | int, init: Sequence[Value],
-             body: Callable[[Value, list[Value]], Sequence[Value]]) -> list[Value]:
+    def loop(
+        self, count: Value | int, init: Sequence[Value], body: Callable[[Value, list[Value]], Sequence[Value]]
+    ) -> list[Value]:
         """Run `body(i, carried) -> carried` for i = 0 .. count - 1 and return what was carried last.
 
         Runs at least once: guard a count that may be 0 with `loop_maybe`.
@@ -237,8 +239,9 @@ class Emitter:
         b.position_at_end(done)
         return results
 
-    def loop_maybe(self, count: Value, init: Sequence[Value],
-                   body: Callable[[Value, list[Value]], Sequence[Value]]) -> list[Value]:
+    def loop_maybe(
+        self, count: Value, init: Sequence[Value], body: Callable[[Value, list[Value]], Sequence[Value]]
+    ) -> list[Value]:
         """`loop`, for a count that may be 0: then `init` comes back."""
         b = self.b
         before, run, done = b.block, b.append_basic_block("some"), b.append_basic_block("after")

@@ -92,6 +92,11 @@ def work_items(cu_seqlens: np.ndarray, context_lens: np.ndarray, queries: int) -
 
     Costly items first, so that threads which take them one by one end together.
     """
+    if cu_seqlens[-1] == len(context_lens):  # one row each, as in a decode
+        items = np.empty((len(context_lens), 3), np.int32)
+        items[:, 0] = items[:, 1] = np.argsort(-context_lens, kind="stable")
+        items[:, 2] = 1
+        return items
     counts = np.diff(cu_seqlens)
     tiles = -(-counts // queries)
     owner = np.repeat(np.arange(len(counts)), tiles)

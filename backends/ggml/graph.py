@@ -83,6 +83,10 @@ class GraphBuilder:
         """
         raise NotImplementedError(f"no paged attention for device {self.device.info.name} yet")
 
+    def argmax(self, logits: int) -> int | None:
+        """int32 [L] (see base.StageBackend.argmax), None where the device has no kernel for it."""
+        return None
+
     def custom(
         self, width: int, rows: int, sources: Sequence[int], function: int, parameters: np.ndarray
     ) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import time
 from collections import OrderedDict
 from dataclasses import dataclass
@@ -51,6 +52,8 @@ class _Graph:
     source: int  # token ids, or hidden rows of the stage before
     keep: int | None  # rows whose logits are wanted
     output: int
+    argmax: int | None  # of the logits
+    view: np.ndarray | None = None  # the output's memory, where results are used in place
 
 
 def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) -> list[str]:
@@ -98,8 +101,13 @@ class GgmlStage:
         self._graph(max(low, spec.max_tokens), max(low, spec.max_logits) if self.is_last else 0)
         width = config.n_vocab if self.is_last else config.n_embd
         rows = spec.max_logits if self.is_last else spec.max_tokens
-        self._outputs = [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
+        # with a single stage a result is used before the next step starts
+        in_place = device.is_cpu and self.is_first and self.is_last
+        self._outputs = (
+            None if in_place else [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
+        )
         self.graph_seconds = 0.0  # of the last step
+        self.argmax: np.ndarray | None = None  # likewise
 
     def compute(self, batch: BatchLike, hidden: np.ndarray | None) -> np.ndarray:
         """See base.StageBackend. Raises StageError when the device fails."""
@@ -123,12 +131,11 @@ class GgmlStage:
         self.graph_seconds = time.perf_counter() - start
         if status != STATUS_SUCCESS:
             raise StageError(f"device {self.device.info.name}: ggml status {status}")
-        count = logits if self.is_last else tokens
-        self._outputs.append(self._outputs.pop(0))
-        out = self._outputs[-1][:count]
-        if count:
-            self._lib.backend_tensor_get(graph.output, out.ctypes.data, 0, out.nbytes)
-        return out
+        self.argmax = None
+        if graph.argmax is not None:
+            self.argmax = np.empty(logits, np.int32)
+            self._get(graph.argmax, self.argmax)
+        return self._result(graph, logits if self.is_last else tokens)
 
     def memory(self) -> dict[str, int]:
         return {
@@ -181,10 +188,29 @@ class GgmlStage:
         keep = g.input_i32(logits) if logits else None
         for layer in range(self.spec.first, self.spec.last):
             x = build_block(g, layer, x, keep if layer == self.config.n_layer - 1 else None)
+        best = None
         if logits:
             (x,) = g.norm_linear(x, "output_norm.weight", (self._head,))
-        g.finish([x])
-        return _Graph(g, source, keep, x)
+            best = g.argmax(x)
+        g.finish([x] if best is None else [x, best])
+        return _Graph(g, source, keep, x, best)
+
+    def _result(self, graph: _Graph, count: int) -> np.ndarray:
+        """`count` rows of the graph's output: in place where nothing can overwrite them too early."""
+        if not count:
+            return np.empty((0, self.config.n_vocab if self.is_last else self.config.n_embd), np.float32)
+        if self._outputs is None:
+            if graph.view is None:
+                pointer = ctypes.cast(self._lib.get_data(graph.output), ctypes.POINTER(ctypes.c_float))
+                graph.view = np.ctypeslib.as_array(pointer, shape_of(graph.output)[1::-1])
+            return graph.view[:count]
+        self._outputs.append(self._outputs.pop(0))
+        out = self._outputs[-1][:count]
+        self._get(graph.output, out)
+        return out
+
+    def _get(self, tensor: int, out: np.ndarray) -> None:
+        self._lib.backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
 
     def _set(self, tensor: int, values: np.ndarray) -> None:
         self._lib.backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)

@@ -15,9 +15,9 @@ from hetero.request import Request
 class _Cursor:
     """What the manager remembers of a live request beside its block tables.
 
-        blocks      0  1  2  3  4 | 5  6
-        tree        root to `node`| not full yet, or not scheduled        depth = 5
-        table[g]    .  .  x  x  x | x  x      . = SCRATCH_BLOCK           held[g] = 2
+    blocks      0  1  2  3  4 | 5  6
+    tree        root to `node`| not full yet, or not scheduled        depth = 5
+    table[g]    .  .  x  x  x | x  x      . = SCRATCH_BLOCK           held[g] = 2
     """
 
     __slots__ = ("depth", "held", "node", "request")
@@ -46,6 +46,7 @@ class KVManager:
         self.groups = tuple(groups)
         self.block_size = block_size
         self.pools = [BlockPool(g.num_blocks) for g in self.groups]
+        self._windowed = any(g.window is not None for g in self.groups)
         self.tree = PrefixTree(block_size)
         self.num_pinned = 0  # references held by copies whose step has not ended
         self._pins: Counter[tuple[int, int]] = Counter()
@@ -208,6 +209,8 @@ class KVManager:
         """
         self._cursor(request)
         computed = request.num_computed_tokens
+        if all(len(table) * self.block_size >= computed + num_tokens for table in request.block_tables):
+            return num_tokens  # as in most steps of a decode
         for pool, table in zip(self.pools, request.block_tables, strict=True):
             room = (len(table) + pool.num_available) * self.block_size - computed
             num_tokens = min(num_tokens, room)
@@ -218,6 +221,8 @@ class KVManager:
 
     def trim(self, request: Request) -> None:
         """Give back the blocks that no position from `num_computed_tokens` on attends."""
+        if not self._windowed:
+            return
         cursor = self._cursors[request.request_id]
         for g, group in enumerate(self.groups):
             table = request.block_tables[g]
@@ -266,6 +271,8 @@ class KVManager:
         """Enter the full blocks of the first `num_tokens` tokens into the tree. All of these
         tokens must be known for good (no unverified drafts) and computed or scheduled."""
         cursor = self._cursors[request.request_id]
+        if cursor.depth == num_tokens // self.block_size:
+            return
         if not self.tree.attached(cursor.node):
             cursor.node, cursor.depth = self.tree.root, 0
         size = self.block_size

@@ -20,19 +20,30 @@ class StepState:
 
     batch: Batch
     output: np.ndarray | None = None  # hidden rows between stages, logits after the last
+    argmax: np.ndarray | None = None  # of the logits, from the last stage
     error: Exception | None = None
     graph_seconds: float = 0.0  # summed over the stages it has passed
     busy_seconds: list[float] = field(default_factory=list)  # one per stage, graph and transfers
 
 
-class Stage:
-    """Takes steps in order, runs them on its backend and hands them to `deliver`.
+def run_stage(backend: StageBackend, state: StepState) -> None:
+    """Compute one stage of a step. A step that failed in an earlier stage passes through untouched."""
+    start = time.perf_counter()
+    if state.error is None:
+        try:
+            state.output = backend.compute(state.batch, state.output)
+            state.argmax = backend.argmax
+            state.graph_seconds += backend.graph_seconds
+        except Exception as error:  # the step is lost, its thread must live
+            state.error = error
+    state.busy_seconds.append(time.perf_counter() - start)
 
-    A step that failed in an earlier stage passes through untouched, so that order is kept.
-    """
+
+class Stage:
+    """Takes steps in order, runs them on its backend in a thread of its own and hands them on."""
 
     def __init__(self, backend: StageBackend, deliver: Callable[[StepState], None], name: str):
-        self.backend = backend
+        self._backend = backend
         self._deliver = deliver
         self._inbox: queue.SimpleQueue[StepState | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name=name, daemon=True)
@@ -42,19 +53,11 @@ class Stage:
         self._inbox.put(state)
 
     def close(self) -> None:
-        """Finish what was put, stop the thread, free the device."""
+        """Finish what was put, then stop the thread."""
         self._inbox.put(None)
         self._thread.join()
-        self.backend.close()
 
     def _work(self) -> None:
         while (state := self._inbox.get()) is not None:
-            start = time.perf_counter()
-            if state.error is None:
-                try:
-                    state.output = self.backend.compute(state.batch, state.output)
-                    state.graph_seconds += self.backend.graph_seconds
-                except Exception as error:  # the step is lost, the thread must live
-                    state.error = error
-            state.busy_seconds.append(time.perf_counter() - start)
+            run_stage(self._backend, state)
             self._deliver(state)

@@ -51,6 +51,7 @@ class SamplerState:
         self._tracks = params.repetition_penalty != 1.0 or bool(
             params.presence_penalty or params.frequency_penalty
         )
+        self.plain = params.greedy and params.logprobs is None and not params.logit_bias and not self._tracks
         self._slots: dict[int, int] = {}
         self._ids = np.empty(0, np.int32)
         self._counts = np.empty(0, np.int32)
@@ -112,16 +113,24 @@ class Sampler:
         self.sample(np.zeros((1, self.n_vocab), np.float32), [state], [mask])
 
     def sample(
-        self, logits: np.ndarray, states: Sequence[SamplerState], masks: Sequence[np.ndarray | None]
+        self,
+        logits: np.ndarray,
+        states: Sequence[SamplerState],
+        masks: Sequence[np.ndarray | None],
+        argmax: np.ndarray | None = None,
     ) -> list[Sampled]:
         """One token per row; the states of rows without an error advance.
 
         logits: float32 [L, n_vocab], C order, overwritten. masks: per row None or int32 [ceil(n_vocab / 32)],
-        bit i % 32 of word i // 32 set where token i is allowed.
+        bit i % 32 of word i // 32 set where token i is allowed. argmax: int32 [L] if the device has already
+        looked for each row's largest logit (lowest id of equals, -1 for a row that is not finite); it spares
+        the kernel when all rows are greedy and nothing changes their logits.
         """
         rows = len(states)
         if logits.shape != (rows, self.n_vocab) or len(masks) != rows:
             raise ValueError(f"logits {logits.shape} do not fit {rows} rows of {self.n_vocab} tokens")
+        if argmax is not None and all(s.plain for s in states) and all(m is None for m in masks):
+            return [self._plain(s, t) for s, t in zip(states, argmax.tolist(), strict=True)]
         logits = np.ascontiguousarray(logits, np.float32)
         mask_rows, packed = self._pack_masks(masks)
         wanted = np.array([-1 if s.params.logprobs is None else s.params.logprobs for s in states], np.int64)
@@ -149,6 +158,13 @@ class Sampler:
             logprob = TokenLogprob(token_id, float(logprobs[r]), list(top)) if wanted[r] >= 0 else None
             results.append(Sampled(token_id, logprob))
         return results
+
+    @staticmethod
+    def _plain(state: SamplerState, token_id: int) -> Sampled:
+        if token_id < 0:
+            return Sampled(-1, error=_ERRORS[kernels.NOT_FINITE])
+        state.accept(token_id)
+        return Sampled(token_id)
 
     def _pack_masks(self, masks: Sequence[np.ndarray | None]) -> tuple[np.ndarray, np.ndarray]:
         mask_rows = np.full(len(masks), -1, np.int64)

@@ -15,7 +15,7 @@ from .conftest import Serve
 from .real import Alone, Oracle, RealClient, RealServer, read_until, scaled, talking_to
 
 COMPLETIONS = "/v1/completions"
-WORDS = "river stone cloud seven under quick and of blue twelve walks because never green house".split()
+WORDS = ("river", "stone", "cloud", "seven", "under", "quick", "blue", "twelve", "walks", "because", "house")
 
 
 @dataclass
@@ -106,6 +106,8 @@ async def check_full_pool(client: RealClient, oracle: Oracle, new_tokens: int) -
     await asyncio.gather(*(j.check(client, i % 2 == 0) for i, j in enumerate(eight)))
     after = await client.until_idle()
     name = "hetero_preemptions_total"
+    # That no single one is preempted more often, and that no step is empty while somebody waits, the
+    # simulation of the scheduler checks.
     assert after[name] - before[name] <= 4 * 8
     if 8 * (128 + new_tokens) > 2 * 2048:
         assert after[name] > before[name], "the pool was to be too small for all"
@@ -117,9 +119,6 @@ async def check_full_pool(client: RealClient, oracle: Oracle, new_tokens: int) -
     assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
     metrics = await client.until_idle()
     assert not [k for k in metrics if k.startswith("hetero_http_answers") and 'status="5' in k]
-    # Steps that computed nothing would be counted, though they generate nothing.
-    made = metrics["hetero_generated_tokens_total"] + metrics["hetero_prompt_tokens_total"]
-    assert metrics["hetero_steps_total"] <= made
     await client.check_alive()
 
 

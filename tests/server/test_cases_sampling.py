@@ -153,8 +153,9 @@ async def test_p01_a_stop_string_is_found_wherever_it_lies(smollm2: RealClient, 
         assert usage is not None and usage["completion_tokens"] == tokens, stops
 
     stops = [[draw()] for _ in range(70)] + [[draw(), draw()] for _ in range(30)]
-    for start in range(0, 100, 10):
-        await asyncio.gather(*(check(s, stream) for s in stops[start : start + 10] for stream in (True, False)))
+    for at in range(0, 100, 10):
+        batch = stops[at : at + 10]
+        await asyncio.gather(*(check(s, stream) for s in batch for stream in (True, False)))
 
 
 async def test_p01_many_and_empty_stops(smollm2: RealClient, oracle: Oracle) -> None:
@@ -168,7 +169,7 @@ async def test_p01_many_and_empty_stops(smollm2: RealClient, oracle: Oracle) -> 
 
 async def test_a_greedy_text_is_the_oracles_bit_for_bit(smollm2: RealClient, oracle: Oracle) -> None:
     """Also its log-probabilities, among as many others as the server computes at the same time."""
-    words = "river stone cloud seven under the quick and of blue 12 {x} é\n".split(" ")
+    words = ["river", "stone", "cloud", "seven", "under", "the", "quick", "and", "12", "{x}", "é\n"]
     rng = random.Random(2)
     prompts = [" ".join(rng.choices(words, k=rng.randint(1, 120))) for _ in range(scaled(24, 128))]
     body = {"max_tokens": 24, "temperature": 0, "logprobs": 0}

@@ -60,7 +60,7 @@ class ArgmaxSampler:
     n_vocab = N_VOCAB
     poison: int | None = None  # the row's request ends with an error when this token comes
 
-    def sample(self, logits, states, masks):
+    def sample(self, logits, states, masks, argmax=None):
         assert logits.shape == (len(states), N_VOCAB)
         out = []
         for row, state, mask in zip(logits, states, masks, strict=True):
@@ -84,6 +84,7 @@ class Result:
     error: Exception | None
     graph_seconds: float = 0.0
     busy_seconds: tuple[float, ...] = ()
+    argmax: np.ndarray | None = None
 
 
 class FakeRunner:

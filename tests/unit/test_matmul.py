@@ -90,8 +90,13 @@ def test_a_result_does_not_depend_on_the_threads(name, threads):
 
 
 @settings(max_examples=60, deadline=None)
-@given(name=st.sampled_from(list(NAMES)), m=st.integers(1, 70), blocks=st.integers(1, 40),
-       n=st.integers(1, 30), seed=st.integers(0, 3))
+@given(
+    name=st.sampled_from(list(NAMES)),
+    m=st.integers(1, 70),
+    blocks=st.integers(1, 40),
+    n=st.integers(1, 30),
+    seed=st.integers(0, 3),
+)
 def test_any_shape(name, m, blocks, n, seed):
     fmt = FORMATS[NAMES[name]]
     k = fmt.elements * (blocks if fmt.blocks == 1 else 1 + blocks // 8)
@@ -196,8 +201,17 @@ def test_rows_of_y_are_strided_and_the_gaps_untouched():
     scratch, y = aligned(matmul.SCRATCH_BYTES), np.full((n, m + 3), 7, np.float32)
     matmul.quantize_activations(BLOCKWISE, x.ctypes.data, x.strides[0], n, k, activations.ctypes.data, 0, 1)
     matmul.compiled_matmul(type_id).ctypes(
-        ours.packed.ctypes.data, m, k, activations.ctypes.data, n, y.ctypes.data, y.strides[0],
-        scratch.ctypes.data, 0, 1)
+        ours.packed.ctypes.data,
+        m,
+        k,
+        activations.ctypes.data,
+        n,
+        y.ctypes.data,
+        y.strides[0],
+        scratch.ctypes.data,
+        0,
+        1,
+    )
     np.testing.assert_array_equal(y[:, :m], ours.multiply(np.ascontiguousarray(x[:, :k])))
     assert (y[:, m:] == 7).all()
 

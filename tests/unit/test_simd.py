@@ -28,6 +28,7 @@ def _largest(x: Emitter, source: Value) -> Value:
 @kernel
 def _scaled_sums(x: Emitter, source: Value, target: Value, count: Value) -> None:
     """target[0:16] += 2 * each of `count` vectors."""
+
     def body(i: Value, carried: list[Value]) -> list[Value]:
         return [x.fma(x.splat_f32(2.0), x.load(source, x.mul(i, 64), F32X16), carried[0])]
 
@@ -137,8 +138,9 @@ print(compiled_matmul(8).cache_hits, jit.CACHE_FOLDER)
 def _compile_one(cache: Path) -> tuple[int, Path]:
     """(cache hits, folder) of a process that needs the Q8_0 kernels."""
     environment = {**os.environ, "HETERO_CACHE_DIR": str(cache)}
-    done = subprocess.run([sys.executable, "-c", _COMPILE_ONE], env=environment,
-                          capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", _COMPILE_ONE], env=environment, capture_output=True, text=True, check=True
+    )
     hits, folder = done.stdout.split(maxsplit=1)
     return int(hits), Path(folder.strip())
 

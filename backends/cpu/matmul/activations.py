@@ -111,8 +111,15 @@ def _quantize_block(x: Emitter, kind: int, values: list[Value], out: list[Value]
         fourth = x.add(fourth, stride)
 
 
-def emit_token(x: Emitter, kind: int, load: Callable[[Value], Value], out: list[Value], tile: Value,
-               first: Value, count: Value) -> None:
+def emit_token(
+    x: Emitter,
+    kind: int,
+    load: Callable[[Value], Value],
+    out: list[Value],
+    tile: Value,
+    first: Value,
+    count: Value,
+) -> None:
     """Quantize `count` blocks of one token from block `first`; `load(i)` gives elements 16 i .. 16 i + 15.
 
     `out` has the addresses of the token's block 0 in the regions.
@@ -147,9 +154,12 @@ def region_addresses(kind, out, token, tile_start, n_tokens, k):
     _, second, third, fourth = REGION_BYTES[kind]
     lane, before, all_ = 4 * (token - tile_start), tile_start * blocks, n_tokens * blocks
     codes = out + n_tokens * k
-    return (out + tile_start * k + lane, codes + second * before + lane,
-            codes + second * all_ + third * before + lane,
-            codes + (second + third) * all_ + fourth * before + lane)
+    return (
+        out + tile_start * k + lane,
+        codes + second * before + lane,
+        codes + second * all_ + third * before + lane,
+        codes + (second + third) * all_ + fourth * before + lane,
+    )
 
 
 @njit(cache=True)

@@ -55,11 +55,19 @@ def _look_up(x: Emitter, indexes: Value) -> Value:
     """LEVELS[index] + 128 for each byte."""
     table = [int(level) + 128 for level in LEVELS]
     if cpu_level() == "avx512_vnni":
-        found = x.call("llvm.x86.avx512.pshuf.b.512", I8X64, ir.Constant(I8X64, table * 4),
-                       x.b.bitcast(indexes, I8X64))
+        found = x.call(
+            "llvm.x86.avx512.pshuf.b.512", I8X64, ir.Constant(I8X64, table * 4), x.b.bitcast(indexes, I8X64)
+        )
         return x.b.bitcast(found, I32X16)
-    halves = [x.call("llvm.x86.avx2.pshuf.b", I8X32, ir.Constant(I8X32, table * 2),
-                     x.b.bitcast(x.part(indexes, start, 8), I8X32)) for start in (0, 8)]
+    halves = [
+        x.call(
+            "llvm.x86.avx2.pshuf.b",
+            I8X32,
+            ir.Constant(I8X32, table * 2),
+            x.b.bitcast(x.part(indexes, start, 8), I8X32),
+        )
+        for start in (0, 8)
+    ]
     return x.concat(*(x.b.bitcast(half, I32X8) for half in halves))
 
 

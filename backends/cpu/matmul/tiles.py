@@ -115,8 +115,14 @@ class _Tile:
                     for g in range(GROUPS):
                         z[g] = [x.fma(x.to_f32(total[g][t]), sub[g], z[g][t]) for t in range(size)]
             following = starts if affine else x.add(starts, 4 * 2 * size)
-            return [x.add(codes, self.code_bytes), x.add(s, halves * scales.sub_bytes),
-                    x.add(activations, BLOCK * size), following, *z[0], *z[1]]
+            return [
+                x.add(codes, self.code_bytes),
+                x.add(s, halves * scales.sub_bytes),
+                x.add(activations, BLOCK * size),
+                following,
+                *z[0],
+                *z[1],
+            ]
 
         start = [x.add(w, self.header_bytes), scales.sub_address(), activations, sums]
         carried = x.loop(self.fmt.blocks, [*start, *[x.splat_f32(0.0)] * (GROUPS * size)], block)
@@ -157,8 +163,17 @@ class _Tile:
                 x.store(x.fma(value, scale, x.load(y, at)), y, at)
 
 
-def _multiply_tile(x: Emitter, kind: int, variant: int, weights: Value, activations: Value, a: Value,
-                   sums: Value, y: Value, superblocks: Value) -> None:
+def _multiply_tile(
+    x: Emitter,
+    kind: int,
+    variant: int,
+    weights: Value,
+    activations: Value,
+    a: Value,
+    sums: Value,
+    y: Value,
+    superblocks: Value,
+) -> None:
     """y[token][32 rows] += panel . tile; `variant` is the tile's size, plus `UNPACKED` for such weights."""
     fmt, size = FORMATS[kind], variant % UNPACKED
     tile = _Tile(x, fmt, size, variant >= UNPACKED)
@@ -172,8 +187,13 @@ def _multiply_tile(x: Emitter, kind: int, variant: int, weights: Value, activati
             flat = [*values[0], *values[1]]
         else:
             tile.superblock(w, activations, a, sums, y)
-        return [x.add(w, tile.superblock_bytes), x.add(activations, fmt.elements * size), x.add(a, 4 * size),
-                x.add(sums, 4 * sum_words * size), *flat]
+        return [
+            x.add(w, tile.superblock_bytes),
+            x.add(activations, fmt.elements * size),
+            x.add(a, 4 * size),
+            x.add(sums, 4 * sum_words * size),
+            *flat,
+        ]
 
     pointers = [weights, activations, a, sums]
     if fmt.blocks > 1:
@@ -185,8 +205,19 @@ def _multiply_tile(x: Emitter, kind: int, variant: int, weights: Value, activati
 
 
 @kernel_family
-def multiply_tile(x: Emitter, kind: int, unpacked: int, size: Value, weights: Value, scratch: Value,
-                  activations: Value, a: Value, sums: Value, y: Value, superblocks: Value) -> None:
+def multiply_tile(
+    x: Emitter,
+    kind: int,
+    unpacked: int,
+    size: Value,
+    weights: Value,
+    scratch: Value,
+    activations: Value,
+    a: Value,
+    sums: Value,
+    y: Value,
+    superblocks: Value,
+) -> None:
     """y[token][32 rows] += panel . tile over `superblocks` superblocks; `kind` is a type id, y in rows of 32.
 
     `size` is one of the tile sizes up to LARGEST_TILE. With `unpacked` the same superblocks lie unpacked at

@@ -56,6 +56,7 @@ def _header(x: Emitter, fmt: Format, w: Value) -> list[Value]:
 @kernel
 def clear_rows(x: Emitter, rows: Value, count: Value) -> None:
     """Zero `count` rows of 32 floats."""
+
     def row(_: Value, carried: list[Value]) -> list[Value]:
         for g in range(GROUPS):
             x.store(x.splat_f32(0.0), carried[0], 64 * g)
@@ -67,6 +68,7 @@ def clear_rows(x: Emitter, rows: Value, count: Value) -> None:
 @kernel
 def copy_rows(x: Emitter, rows: Value, target: Value, target_stride: Value, count: Value) -> None:
     """Copy `count` rows of 32 floats to `target`, whose rows are `target_stride` bytes apart."""
+
     def row(_: Value, carried: list[Value]) -> list[Value]:
         for g in range(GROUPS):
             x.store(x.load(carried[0], 64 * g), carried[1], 64 * g)
@@ -78,6 +80,7 @@ def copy_rows(x: Emitter, rows: Value, target: Value, target_stride: Value, coun
 @kernel
 def copy_floats(x: Emitter, source: Value, target: Value, count: Value) -> None:
     """Copy `count` float32."""
+
     def one(i: Value, carried: list[Value]) -> list[Value]:
         x.store(x.load(carried[0], 0, F32, 4), carried[1], 0, 4)
         return [x.add(carried[0], 4), x.add(carried[1], 4)]
@@ -88,6 +91,7 @@ def copy_floats(x: Emitter, source: Value, target: Value, count: Value) -> None:
 @kernel
 def prefetch_lines(x: Emitter, address: Value, lines: Value) -> None:
     """Fetch cache lines to the second level."""
+
     def line(_: Value, carried: list[Value]) -> list[Value]:
         x.prefetch(carried[0], 0, 2)
         return [x.add(carried[0], 64)]
