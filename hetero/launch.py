@@ -7,6 +7,7 @@ nothing large is read. `load` then does the slow part. `launch` is both.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -127,7 +128,11 @@ def load(
         sampler.warmup()
         show("running the model once", 0.95)
         runner = Runner([stage])
-        _warm_up(runner, len(plan.groups))
+        # OpenMP keeps a team of workers for every living thread that has computed, and with two teams
+        # lets threads sleep at each barrier (a step of one token: 6 ms instead of 2). So the warm-up
+        # has a thread of its own, which is gone before the engine's starts.
+        with ThreadPoolExecutor(1) as once:
+            once.submit(_warm_up, runner, len(plan.groups)).result()
         show("ready", 1.0)
     scheduler = Scheduler(
         KVManager(plan.groups, BLOCK_SIZE),
