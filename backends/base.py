@@ -49,8 +49,12 @@ class BatchLike(Protocol):
 class StageBackend(Protocol):
     """Consecutive layers of a model on one device, with their KV pools."""
 
-    def compute(self, batch: BatchLike, hidden: np.ndarray | None) -> np.ndarray:
-        """Run the stage. `hidden` is float32 [T, n_embd], or None for the first stage.
+    def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
+        """Take in a step's inputs. `hidden` is float32 [T, n_embd], or None for the first stage."""
+        ...
+
+    def compute(self) -> np.ndarray:
+        """Run the prepared step.
 
         Returns float32 [T, n_embd], or the logits [L, n_vocab] from the last stage. The array is
         overwritten only after as many further calls as steps can be in flight, the result of a

@@ -134,6 +134,7 @@ class AsyncEngine:
     ):
         self.info = info
         self._engine = engine
+        engine.before_wait = self._flush
         self._tokenizer = tokenizer
         self._template = template
         self._grammar_compiler = grammar_compiler
@@ -301,8 +302,8 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_inbox():
-                self._engine.step()
-                self._flush()
+                if not self._engine.step():
+                    self._flush()
             self._engine.abort_all()
             while self._engine.has_work:
                 self._engine.step()
@@ -331,6 +332,11 @@ class AsyncEngine:
                 item.sink(OutputDelta(finish_reason=FinishReason.ERROR, error=str(error)))
 
     def _flush(self) -> None:
+        """Hand the deltas to their event loops; while there is work, just before the engine waits.
+
+        A loop that wakes up earlier would keep the interpreter from the engine while that prepares
+        its next step, and so the devices idle.
+        """
         outbox, self._outbox = self._outbox, {}
         for loop, deltas in outbox.items():
             try:

@@ -135,6 +135,7 @@ class Engine:
         self.sampler = sampler
         self.block_size = block_size
         self.clock = clock
+        self.before_wait: Callable[[], None] = lambda: None  # called when the devices have their work
         self.last_progress = clock()  # when a step last ended, or work came after a pause
         self.failed_steps = 0  # in a row, up to now
         self._generations: dict[str, _Generation] = {}
@@ -185,14 +186,7 @@ class Engine:
         while len(self._flights) < self.runner.depth and self._start_step():
             pass
         if self._flights:
-            flight = self._flights[0]
-            if flight.error is not None:
-                self._flights.popleft()
-                self._fail_step(flight.step, flight.error)
-            elif (result := self.runner.wait(WAIT_SECONDS)) is not None:
-                self._flights.popleft()
-                assert result.step_id == flight.step.step_id, "results out of order"
-                self._finish_step(flight.step, result)
+            self._take_in(self._flights[0])
         if not self._flights and not self._generations:
             self._busy_since = None
         return self._busy_since is not None
@@ -245,6 +239,17 @@ class Engine:
                 generation.scheduled = True
                 self._stats.queue.observe(self.clock() - request.arrival_time)
         return True
+
+    def _take_in(self, flight: _Flight) -> None:
+        if flight.error is not None:
+            self._flights.popleft()
+            self._fail_step(flight.step, flight.error)
+            return
+        self.before_wait()
+        if (result := self.runner.wait(WAIT_SECONDS)) is not None:
+            self._flights.popleft()
+            assert result.step_id == flight.step.step_id, "results out of order"
+            self._finish_step(flight.step, result)
 
     def _finish_step(self, step: Step, result: ResultLike) -> None:
         if self.scheduler.is_doomed(step):

@@ -49,6 +49,7 @@ def argmax_row(x: Emitter, row: Value, vectors: Value, rest: Value, out: Value) 
         return [top, index, b.or_(wrong, b.not_(b.fcmp_ordered("<", value, x.f32(float("inf")))))]
 
     top, index, wrong = x.loop_maybe(rest, [top, index, wrong], tail)
+    wrong = b.or_(wrong, b.not_(b.fcmp_ordered(">", top, x.f32(float("-inf")))))
     x.store(b.select(wrong, x.const(-1, I32), index), out, 0, 4)
 
 

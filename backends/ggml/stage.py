@@ -106,11 +106,12 @@ class GgmlStage:
         self._outputs = (
             None if in_place else [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
         )
+        self._prepared: tuple[_Graph, int] | None = None  # and the number of rows of its result
         self.graph_seconds = 0.0  # of the last step
         self.argmax: np.ndarray | None = None  # likewise
 
-    def compute(self, batch: BatchLike, hidden: np.ndarray | None) -> np.ndarray:
-        """See base.StageBackend. Raises StageError when the device fails."""
+    def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
+        """See base.StageBackend."""
         tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
         low = self._layers.min_rows
         graph = self._graph(
@@ -126,6 +127,12 @@ class GgmlStage:
             self._set(graph.source, np.ascontiguousarray(hidden))
         if graph.keep is not None:
             self._set(graph.keep, _padded(batch.logits_rows, shape_of(graph.keep)[0]))
+        self._prepared = graph, logits if self.is_last else tokens
+
+    def compute(self) -> np.ndarray:
+        """See base.StageBackend. Raises StageError when the device fails."""
+        assert self._prepared is not None, "no step was prepared"
+        (graph, count), self._prepared = self._prepared, None
         start = time.perf_counter()
         status = self._lib.backend_graph_compute(self.device.backend, graph.builder.graph)
         self.graph_seconds = time.perf_counter() - start
@@ -133,9 +140,9 @@ class GgmlStage:
             raise StageError(f"device {self.device.info.name}: ggml status {status}")
         self.argmax = None
         if graph.argmax is not None:
-            self.argmax = np.empty(logits, np.int32)
+            self.argmax = np.empty(count, np.int32)
             self._get(graph.argmax, self.argmax)
-        return self._result(graph, logits if self.is_last else tokens)
+        return self._result(graph, count)
 
     def memory(self) -> dict[str, int]:
         return {

@@ -10,7 +10,7 @@ import numpy as np
 
 from backends.base import StageBackend
 from hetero.batch import Batch
-from hetero.pipeline.stage import Stage, StepState, run_stage
+from hetero.pipeline.stage import Stage, StepState, compute, prepare
 
 
 @dataclass(frozen=True, slots=True)
@@ -58,7 +58,10 @@ class Runner:
         """Start a step. The caller keeps `in_flight` below `depth`."""
         assert self.in_flight < self.depth, "more steps in flight than stages"
         self.in_flight += 1
-        self._enter(StepState(batch))
+        state = StepState(batch)
+        if not self._stages:
+            prepare(self.backends[0], state)
+        self._enter(state)
 
     def wait(self, timeout: float | None = None) -> StepResult | None:
         """The oldest step's result, or None if a pipeline takes longer than `timeout` seconds."""
@@ -68,7 +71,7 @@ class Runner:
         except queue.Empty:
             return None
         if not self._stages:
-            run_stage(self.backends[0], state)
+            compute(self.backends[0], state)
         self.in_flight -= 1
         return StepResult(
             state.batch.step_id,

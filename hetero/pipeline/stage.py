@@ -26,17 +26,28 @@ class StepState:
     busy_seconds: list[float] = field(default_factory=list)  # one per stage, graph and transfers
 
 
-def run_stage(backend: StageBackend, state: StepState) -> None:
-    """Compute one stage of a step. A step that failed in an earlier stage passes through untouched."""
+def prepare(backend: StageBackend, state: StepState) -> None:
+    """Give a stage its inputs. A step that failed in an earlier stage passes through untouched."""
     start = time.perf_counter()
     if state.error is None:
         try:
-            state.output = backend.compute(state.batch, state.output)
-            state.argmax = backend.argmax
-            state.graph_seconds += backend.graph_seconds
+            backend.prepare(state.batch, state.output)
         except Exception as error:  # the step is lost, its thread must live
             state.error = error
     state.busy_seconds.append(time.perf_counter() - start)
+
+
+def compute(backend: StageBackend, state: StepState) -> None:
+    """Run what was prepared, unless that failed."""
+    start = time.perf_counter()
+    if state.error is None:
+        try:
+            state.output = backend.compute()
+            state.argmax = backend.argmax
+            state.graph_seconds += backend.graph_seconds
+        except Exception as error:
+            state.error = error
+    state.busy_seconds[-1] += time.perf_counter() - start
 
 
 class Stage:
@@ -59,5 +70,6 @@ class Stage:
 
     def _work(self) -> None:
         while (state := self._inbox.get()) is not None:
-            run_stage(self._backend, state)
+            prepare(self._backend, state)
+            compute(self._backend, state)
             self._deliver(state)

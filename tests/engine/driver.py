@@ -51,7 +51,8 @@ class Driver:
             logits_rows=np.arange(cu[-1], dtype=np.int32),
             copies=[],
         )
-        logits = self.stage.compute(batch, None).copy()
+        self.stage.prepare(batch, None)
+        logits = self.stage.compute().copy()
         return np.split(logits, cu[1:-1])
 
     def logits(self, ids: Sequence[int], chunk: int = 64, seed: int = 0) -> np.ndarray:
