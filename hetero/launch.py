@@ -29,6 +29,7 @@ from hetero.screen import Placement, ProgressCallback
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 
 if TYPE_CHECKING:
+    from backends.cpu.observe import ObservingStage
     from backends.ggml.stage import GgmlStage
     from hetero.async_engine import AsyncEngine, ModelInfo
     from hetero.pipeline.runner import Runner
@@ -149,6 +150,34 @@ def load(
     return AsyncEngine(engine, tokenizer, template, GrammarCompiler(tokenizer), info), (place,)
 
 
+def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> Runner:
+    """The loaded stages alone, run once, for commands that want logits. Raises LaunchError.
+
+    All its steps must come from the calling thread (see load).
+    """
+    import backends.cpu.jit  # noqa: F401  first of all numba code, as in load
+    from hetero.pipeline.runner import Runner
+
+    with _showing_compilation(progress) as show:
+        runner = Runner([open_stage(prepared, settings, show)])
+        _warm_up(runner, len(prepared.plan.groups))
+    return runner
+
+
+def open_observer(
+    prepared: Prepared, settings: Settings, progress: ProgressCallback
+) -> tuple[Runner, ObservingStage]:
+    """The same with a stage that sums up what enters its matrices, from the first step on."""
+    import backends.cpu.jit  # noqa: F401  first of all numba code, as in load
+    from backends.cpu.observe import ObservingStage
+    from hetero.pipeline.runner import Runner
+
+    with _showing_compilation(progress) as show:
+        stage = open_stage(prepared, settings, show, ObservingStage)
+    assert isinstance(stage, ObservingStage)
+    return Runner([stage]), stage
+
+
 @contextmanager
 def _showing_compilation(progress: ProgressCallback) -> Iterator[ProgressCallback]:
     """Hands phases on, and says so whenever numba compiles instead of loading what it compiled before."""
@@ -190,8 +219,13 @@ def _chat_template(settings: Settings, gguf: GGUFFile, tokenizer: Tokenizer) -> 
     return template
 
 
-def open_stage(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> GgmlStage:
-    """All layers on the chosen device, weights and KV pools in place. Raises LaunchError."""
+def open_stage(
+    prepared: Prepared, settings: Settings, progress: ProgressCallback, kind: type[GgmlStage] | None = None
+) -> GgmlStage:
+    """All layers on the chosen device, weights and KV pools in place; `kind` None is a plain stage.
+
+    Raises LaunchError.
+    """
     from backends.ggml.devices import DeviceError, open_device
     from backends.ggml.stage import GgmlStage, StageSpec
 
@@ -213,7 +247,7 @@ def open_stage(prepared: Prepared, settings: Settings, progress: ProgressCallbac
     )
     try:
         device = open_device(prepared.choice.device.name, prepared.choice.threads)
-        return GgmlStage(prepared.gguf, prepared.config, device, spec, count)
+        return (kind or GgmlStage)(prepared.gguf, prepared.config, device, spec, count)
     except (GgmlError, DeviceError, ConfigError, MemoryError) as exc:
         raise LaunchError(str(exc)) from exc
 

@@ -12,7 +12,10 @@ import numpy as np
 from quant import kquants
 from quant.types import GGML_TYPES
 
-Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL = 2, 3, 6, 7, 8, 20
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, IQ4_NL, MXFP4, BF16 = 2, 3, 6, 7, 8, 20, 39, 30
+
+# kvalues_mxfp4: twice what a nibble stands for (OCP Microscaling Formats 1.0: FP4 E2M1)
+FP4_LEVELS = np.array([0, 1, 2, 3, 4, 6, 8, 12, 0, -1, -2, -3, -4, -6, -8, -12], np.float32)
 
 
 def _half(raw: np.ndarray) -> np.ndarray:
@@ -62,6 +65,12 @@ def _iq4_nl(raw: np.ndarray) -> np.ndarray:
     return _half(raw[:, :2]) * kquants.LEVELS[_nibbles(raw[:, 2:])]
 
 
+def _mxfp4(raw: np.ndarray) -> np.ndarray:
+    """E8M0 e, nibbles[16]: 2^(e - 128) FP4_LEVELS[q]. e = 255 is no NaN: it counts as in ggml."""
+    scale = np.ldexp(np.float32(1), raw[:, :1].astype(np.int32) - 128)
+    return scale * FP4_LEVELS[_nibbles(raw[:, 1:])]
+
+
 _DECODERS = {
     0: lambda raw: raw.copy().view("<f4"),
     1: lambda raw: raw.copy().view("<f2").astype(np.float32),
@@ -75,6 +84,8 @@ _DECODERS = {
     kquants.Q6_K: kquants.decode_q6_k,
     IQ4_NL: _iq4_nl,
     kquants.IQ4_XS: kquants.decode_iq4_xs,
+    MXFP4: _mxfp4,
+    BF16: lambda raw: (raw.copy().view("<u2").astype(np.uint32) << 16).view(np.float32),
 }
 
 

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from backends.cpu import matmul
-from backends.cpu.matmul.layout import Q4_1, Q4_K, Q5_1, Q5_K, Q6_K
+from backends.cpu.matmul.layout import BF16, F16, F32, MXFP4, Q4_1, Q4_K, Q5_1, Q5_K, Q6_K
 from backends.ggml import lib as ggml_lib
 from backends.ggml.devices import open_device
 from quant.types import GGML_TYPES
@@ -23,13 +23,19 @@ def aligned(nbytes: int, alignment: int = 64) -> np.ndarray:
 def random_rows(rng: np.random.Generator, type_id: int, m: int, k: int, scale: float = 0.01) -> np.ndarray:
     """Blocks of random codes and scales of normal size: uint8 [m, row bytes]."""
     fmt = GGML_TYPES[type_id]
+    if type_id in (F32, F16, BF16):
+        values = (rng.standard_normal((m, k)) * scale).astype(np.float16 if type_id == F16 else np.float32)
+        raw = values.view(np.uint8).reshape(m, k, -1)
+        return np.ascontiguousarray(raw[..., -fmt.nbytes :]).reshape(m, -1)
     raw = rng.integers(0, 256, (m, k // fmt.elements, fmt.nbytes), dtype=np.uint8)
 
     def put_half(offset: int, size: float) -> None:
         values = rng.standard_normal((m, k // fmt.elements, 1)) * size
         raw[..., offset : offset + 2] = values.astype(np.float16).view(np.uint8)
 
-    if type_id == Q6_K:
+    if type_id == MXFP4:  # an exponent; codes are up to 12
+        raw[..., 0] = int(np.log2(scale)) + 128 + rng.integers(-8, 3, raw.shape[:2])
+    elif type_id == Q6_K:
         put_half(208, scale / 32)
     else:
         put_half(0, scale)
@@ -95,18 +101,28 @@ class GgmlMatmul:
         threads: int = 1,
         copies: int = 1,
         repeats: int = 1,
+        buffer_type: int | None = None,
     ) -> None:
+        """`buffer_type`: where the weights lie, if not in the device's ordinary buffers."""
         self.lib, self.m, self.n = ggml_lib.ggml(), m, n
         self.device = open_device("CPU", threads)
         nodes = 2 * repeats + 16
-        self.context = self.lib.context(copies + nodes, nodes)
-        weights = [self.lib.new_tensor_4d(self.context, type_id, k, m, 1, 1) for _ in range(copies)]
+        weights_context = self.lib.context(copies)
+        self.context = self.lib.context(nodes, nodes)
+        self.contexts = [weights_context, self.context]
+        weights = [self.lib.new_tensor_4d(weights_context, type_id, k, m, 1, 1) for _ in range(copies)]
         self.x = self.lib.new_tensor_4d(self.context, ggml_lib.TYPE_F32, k, n, 1, 1)
-        buffers = [self.lib.backend_alloc_ctx_tensors_from_buft(self.context, self.device.buffer_type)]
+        ordinary = self.device.buffer_type
+        weights_buffer = self.lib.backend_alloc_ctx_tensors_from_buft(
+            weights_context, buffer_type or ordinary
+        )
+        self.lib.backend_buffer_set_usage(weights_buffer, ggml_lib.BUFFER_USAGE_WEIGHTS)
+        x_buffer = self.lib.backend_alloc_ctx_tensors_from_buft(self.context, ordinary)
+        buffers = [weights_buffer, x_buffer]
         for weight in weights:
             self.lib.backend_tensor_set(weight, raw.ctypes.data, 0, raw.nbytes)
         self.products = [self.lib.mul_mat(self.context, weights[i % copies], self.x) for i in range(repeats)]
-        buffers.append(self.lib.backend_alloc_ctx_tensors_from_buft(self.context, self.device.buffer_type))
+        buffers.append(self.lib.backend_alloc_ctx_tensors_from_buft(self.context, ordinary))
         self.graph = self.lib.new_graph_custom(self.context, nodes, False)
         for product in self.products:
             self.lib.build_forward_expand(self.graph, product)
@@ -131,7 +147,8 @@ class GgmlMatmul:
     def close(self) -> None:
         for buffer in self.buffers:
             self.lib.backend_buffer_free(buffer)
-        self.lib.free(self.context)
+        for context in self.contexts:
+            self.lib.free(context)
         self.device.close()
 
 

@@ -52,8 +52,8 @@ class CpuLayers:
         self.weight_bytes = self.weights.nbytes + self._packed.nbytes
         self.kv = CpuKV(config, device, self.weights, sorted(group_of), group_of, num_blocks)
 
-    def new_builder(self, rows: int) -> CpuGraphBuilder:
-        return CpuGraphBuilder(self._config, self._device, self.weights, rows, self.kv, self._packed)
+    def new_builder(self, rows: int, kind: type[CpuGraphBuilder] = CpuGraphBuilder) -> CpuGraphBuilder:
+        return kind(self._config, self._device, self.weights, rows, self.kv, self._packed)
 
     def close(self) -> None:
         self.kv.close()

@@ -21,6 +21,7 @@ from backends.cpu.attention import load_i64
 from backends.cpu.matmul.activations import (
     BLOCK_ELEMENTS,
     BLOCKWISE,
+    FLOATS,
     REGION_BYTES,
     SUPERBLOCKWISE,
     emit_token,
@@ -34,7 +35,7 @@ from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 PLAIN, NORM, SILU, GELU = range(4)  # what happens to the source before it is quantized
 
-# words of the quantize operator's parameters; kinds are bits: 1 << BLOCKWISE, 1 << SUPERBLOCKWISE
+# words of the quantize operator's parameters; kinds are bits: 1 << BLOCKWISE, …
 Q_COUNT_AT, Q_MODE, Q_K, Q_KINDS, Q_WEIGHT, Q_EPS = range(6)
 NUM_QUANTIZE = 6
 # words of the multiply operator's parameters, then MATRIX_WORDS words for each matrix
@@ -42,6 +43,7 @@ M_COUNT_AT, M_MATRICES, M_WIDTH, M_SCRATCH, M_RESIDUAL, M_FIRST = range(6)
 MATRIX_WORDS = 6
 W_FUNCTION, W_PACKED, W_ROWS, W_K, W_OFFSET, W_COLUMN = range(MATRIX_WORDS)  # offset: bytes per token
 
+NUM_KINDS = len(REGION_BYTES)
 BLOCK_BYTES = tuple(sum(regions) for regions in REGION_BYTES)  # of one block of one token, by kind
 
 
@@ -133,6 +135,15 @@ def quantize_mode(kind, mode, arguments):
             quantize_token(BLOCKWISE, SILU, arguments)
         else:
             quantize_token(BLOCKWISE, GELU, arguments)
+    elif kind == FLOATS:
+        if mode == PLAIN:
+            quantize_token(FLOATS, PLAIN, arguments)
+        elif mode == NORM:
+            quantize_token(FLOATS, NORM, arguments)
+        elif mode == SILU:
+            quantize_token(FLOATS, SILU, arguments)
+        else:
+            quantize_token(FLOATS, GELU, arguments)
     elif mode == PLAIN:
         quantize_token(SUPERBLOCKWISE, PLAIN, arguments)
     elif mode == NORM:
@@ -150,7 +161,7 @@ def quantize_share(params, source, out, ith, nth):
     mode, k = load_i64((params + 8 * Q_MODE,)), load_i64((params + 8 * Q_K,))
     kinds, weight = load_i64((params + 8 * Q_KINDS,)), load_i64((params + 8 * Q_WEIGHT,))
     row_bytes = 4 * k if mode in (PLAIN, NORM) else 8 * k
-    for kind in range(2):
+    for kind in range(NUM_KINDS):
         if (kinds >> kind) & 1 == 0:
             continue
         blocks = k // BLOCK_ELEMENTS[kind]

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from backends.cpu import matmul
+from backends.cpu.matmul.choice import kernel_for
 from backends.cpu.step import aligned_empty
 from backends.ggml.weights import Progress
 from quant.gguf import GGUFFile
@@ -29,9 +30,11 @@ class PackedWeight:
 
 
 def packable(gguf: GGUFFile, name: str) -> bool:
-    """Whether our kernels multiply by this tensor on this CPU."""
+    """Whether our kernels multiply by this tensor on this CPU, no slower than ggml's."""
     info = gguf.tensors[name]
-    return len(info.shape) == 2 and matmul.supported(info.type, info.shape[1], info.shape[0])
+    if len(info.shape) != 2 or not matmul.supported(info.type, info.shape[1], info.shape[0]):
+        return False
+    return kernel_for(info.type) == "ours"
 
 
 class PackedWeights:

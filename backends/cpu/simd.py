@@ -100,6 +100,11 @@ class Emitter:
         """16 halfs as <16 x float>."""
         return self.b.fpext(self.load(address, offset, F16X16), F32X16)
 
+    def load_bf16(self, address: Value, offset: Value | int = 0) -> Value:
+        """16 bfloats as <16 x float>."""
+        bits = self.b.zext(self.load(address, offset, I16X16), I32X16)
+        return self.b.bitcast(self.shift_right(bits, -16), F32X16)
+
     def store_f16(self, value: Value, address: Value, offset: Value | int = 0) -> None:
         """<16 x float> as 16 halfs, rounded to nearest even."""
         self.store(self.b.fptrunc(value, F16X16), address, offset)

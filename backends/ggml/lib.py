@@ -113,6 +113,7 @@ SIGNATURES: dict[str, tuple] = {
     "backend_dev_count": ("registry", SIZE),
     "backend_dev_get": ("registry", P, SIZE),
     "backend_load_all_from_path": ("registry", None, STR),
+    "log_set": ("base", None, P, P),
     "quantize_chunk": ("base", SIZE, I32, P, P, I64, I64, I64, P),
     "version": ("base", STR),
 }

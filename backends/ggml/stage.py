@@ -153,9 +153,7 @@ class GgmlStage:
 
     def close(self) -> None:
         """Free everything on the device. The stage cannot be used afterwards."""
-        for graph in self._graphs.values():
-            self._lib.free(graph.builder.context)
-        self._graphs.clear()
+        self._free_graphs()
         self._lib.gallocr_free(self._allocator)
         self._layers.close()
         self.device.close()
@@ -174,6 +172,9 @@ class GgmlStage:
             gguf, self.config, self.device, names, self.is_first, head, group_of, spec.num_blocks, progress
         )
 
+    def _new_builder(self, rows: int) -> GraphBuilder:
+        return self._layers.new_builder(rows)
+
     def _graph(self, rows: int, logits: int) -> _Graph:
         key = (rows, logits)
         if key in self._graphs:
@@ -181,10 +182,21 @@ class GgmlStage:
             return self._graphs[key]
         if len(self._graphs) >= MAX_GRAPHS:
             self._lib.free(self._graphs.popitem(last=False)[1].builder.context)
-        graph = self._graphs[key] = self._build(self._layers.new_builder(rows), logits)
+        size = self._lib.gallocr_get_buffer_size(self._allocator, 0)
+        graph = self._build(self._new_builder(rows), logits)
         if not self._lib.gallocr_alloc_graph(self._allocator, graph.builder.graph):
             raise DeviceError(f"device {self.device.info.name}: no memory for the compute buffer")
+        if self._lib.gallocr_get_buffer_size(self._allocator, 0) != size:
+            # The buffer has moved, and the graphs so far point into the old one. Rare: most tokens
+            # without logits can need more than with them, where the vocabulary is small.
+            self._free_graphs()
+        self._graphs[key] = graph
         return graph
+
+    def _free_graphs(self) -> None:
+        for graph in self._graphs.values():
+            self._lib.free(graph.builder.context)
+        self._graphs.clear()
 
     def _build(self, g: GraphBuilder, logits: int) -> _Graph:
         if self.is_first:

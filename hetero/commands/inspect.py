@@ -68,11 +68,11 @@ def plan(settings: Settings, as_json: bool) -> int:
     return 0
 
 
-def doctor(as_json: bool) -> int:
-    """Run all checks. Exit code 1 when one fails."""
+def doctor(as_json: bool, measure_kernels: bool) -> int:
+    """Run all checks, perhaps with the speed of our matmuls. Exit code 1 when one fails."""
     from hetero.plan.checks import run_checks
 
-    checks = run_checks()
+    checks = list(run_checks(measure_kernels))
     if as_json:
         _print_json([dataclasses.asdict(c) for c in checks])
     else:

@@ -2,37 +2,49 @@
 
 from __future__ import annotations
 
+import dataclasses
 import importlib.metadata
 import os
 import platform
 import sys
-from collections.abc import Callable
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
 
 from hetero.config import format_size
 from hetero.models import default_model, list_names, models_folder
-from hetero.plan import devices
+from hetero.plan import devices, kernels
 
 PACKAGES = ("llama-cpp-python", "numba", "numpy", "llguidance", "aiohttp")
 
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """`ok` False means that serving will fail; `detail` says what was found."""
+    """`ok` False means that serving will fail; `detail` and `facts` say what was found."""
 
     name: str
     ok: bool
     detail: str
+    facts: dict[str, object] = field(default_factory=dict)
 
 
-def run_checks() -> list[Check]:
-    """All checks, in the order in which a start needs them. A check that raises has failed."""
-    return [_run(name, check) for name, check in CHECKS]
+Finding = str | tuple[str, dict[str, object]]  # the detail, and perhaps the facts
 
 
-def _run(name: str, check: Callable[[], str]) -> Check:
+def run_checks(measure_kernels: bool = False) -> Iterator[Check]:
+    """All checks, in the order in which a start needs them. A check that raises has failed.
+
+    With `measure_kernels` also the speed of our matmuls, which takes some seconds.
+    """
+    for name, check in CHECKS:
+        yield _run(name, check)
+    if measure_kernels:
+        yield from _measured()
+
+
+def _run(name: str, check: Callable[[], Finding]) -> Check:
     try:
-        return Check(name, True, check())
+        found = check()
+        return Check(name, True, found) if isinstance(found, str) else Check(name, True, *found)
     except Exception as exc:  # whatever is broken, the report goes on
         return Check(name, False, str(exc) or type(exc).__name__)
 
@@ -71,6 +83,28 @@ def _kernels() -> str:
     return f"{state}: {CACHE_FOLDER}"
 
 
+def _matmul() -> Finding:
+    chosen = kernels.chosen_kernels()
+    names = {who: [name for name, whose in chosen.items() if whose == who] for who in ("ours", "ggml")}
+    return "; ".join(f"{who}: {', '.join(n) or 'none'}" for who, n in names.items()), dict(chosen)
+
+
+def _measured() -> Iterator[Check]:
+    """A line for the machine, then one for each format."""
+    try:
+        machine = kernels.measure_machine()
+        limits = f"dot products {machine.dot_gop_s:.0f} GOP/s, reading memory {machine.read_gb_s:.1f} GB/s"
+        yield Check("limits", True, f"{machine.threads} threads: {limits}", dataclasses.asdict(machine))
+        for speed in kernels.measure_kernels():
+            few = f"1 token {speed.few_gop_s:.0f} GOP/s, {speed.few_gb_s / machine.read_gb_s:.0%} of memory's"
+            many = (
+                f"64 tokens {speed.many_gop_s:.0f} GOP/s, {speed.many_gop_s / machine.dot_gop_s:.0%} of dots'"
+            )
+            yield Check(f"matmul {speed.format}", True, f"{few}; {many}", dataclasses.asdict(speed))
+    except Exception as exc:  # as in _run
+        yield Check("limits", False, str(exc) or type(exc).__name__)
+
+
 def _model() -> str:
     return str(default_model())
 
@@ -80,13 +114,14 @@ def _folder() -> str:
     return f"{folder}: {', '.join(list_names(folder)) or 'no models'}"
 
 
-CHECKS: tuple[tuple[str, Callable[[], str]], ...] = (
+CHECKS: tuple[tuple[str, Callable[[], Finding]], ...] = (
     ("python", _python),
     ("packages", _packages),
     ("ggml", _ggml),
     ("devices", _devices),
     ("cpu", _cpu),
     ("kernels", _kernels),
+    ("matmul", _matmul),
     ("default model", _model),
     ("model folder", _folder),
 )

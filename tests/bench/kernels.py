@@ -1,133 +1,172 @@
-"""GOP/s of our matmul and of ggml's mul_mat, side by side, activations quantized in both.
+"""GOP/s of our matmul and of ggml's mul_mat side by side, quantization of the activations included.
 
-python tests/bench/kernels.py --types Q4_1,Q6_K --shapes 576x576,4096x4096 --tokens 1,8,64,512 --threads 1
+make bench-kernels                                            the whole table, about ten minutes
+make bench-kernels ARGS="--types Q6_K --threads 1 --json"     a part of it
+
+Both run as nodes of a ggml graph on the same OpenMP threads, whose short spin (GOMP_SPINCOUNT, see
+backends/ggml/lib.py) leaves no thread of the one running while the other is timed. "repack" is ggml with its
+weights in the CPU_REPACK buffer, where a trial in a child process shows that the type works there.
 """
 
 from __future__ import annotations
 
 import argparse
+import ctypes as C
+import json
 import statistics
 import sys
-import threading
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from numba import njit
+from llvmlite import binding
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
-from matmul_tools import GgmlMatmul, OurMatmul, aligned, random_rows
+from matmul_tools import GgmlMatmul, random_rows
 
 from backends.cpu import matmul
 from backends.cpu.features import cpu_level
-from backends.cpu.matmul import FORMATS
-from backends.cpu.simd import call_address
+from backends.cpu.machine import dot_peak, read_bandwidth
+from backends.cpu.measure import RepeatedProduct
+from backends.ggml.devices import open_device
+from backends.ggml.lib import ggml
+from backends.ggml.probe import probe
+from quant.types import TYPE_IDS
 
-IDS = {f.name: f.type_id for f in FORMATS.values()}
-CACHE_BYTES = 48 << 20  # weights cycle through at least this much, so that decode reads memory
-SPIN_SECONDS = 0.2  # ggml's threads spin that long for their next graph and would take ours' cores
+TYPES = "Q4_0,Q4_1,Q4_K,Q5_0,Q5_1,Q5_K,Q6_K,Q8_0,IQ4_XS"
+SHAPES = "576x576,1536x576,4096x4096,11008x4096"
+TOKENS = "1,2,4,8,16,64,512"
+REPACK = "CPU_REPACK"
+CACHE_BYTES = 96 << 20  # weights cycle through at least this much, so that few tokens read memory
 OPERATIONS = 1 << 31  # in a timed run, per thread
+PATIENCE = 1.5  # seconds after which a cell has been measured often enough
 
 
-@njit(nogil=True)
-def _repeat(kind, multiply, repeats, copies, step, packed, m, k, x, activations, n, y, scratch, ith, nth):
-    for i in range(repeats):
-        matmul.quantize_activations(kind, x, 4 * k, n, k, activations, ith, nth)
-        call_address(
-            multiply, (packed + (i % copies) * step, m, k, activations, n, y, 4 * m, scratch, ith, nth)
-        )
+def repack_buffers(types: list[int]) -> dict[int, int]:
+    """The CPU_REPACK buffer type of those types that work in it."""
+    device = open_device("CPU", 1)
+    found = [b for b in device.extra_buffer_types() if ggml().backend_buft_name(b).decode() == REPACK]
+    device.close()
+    verdicts = probe(types)
+    return {t: b for b in found for t in types if (t, REPACK) in verdicts}
 
 
-class Ours:
-    """The repeated product on some threads, which do not wait for each other."""
-
-    def __init__(self, one: OurMatmul, x: np.ndarray, threads: int, copies: int, repeats: int) -> None:
-        n, m, k, step = len(x), one.m, one.k, one.packed.nbytes
-        kind = matmul.activation_kind(one.type_id)
-        self.packed = aligned(step * copies)
-        self.packed.reshape(copies, step)[:] = one.packed
-        self.buffers = [
-            x,
-            aligned(matmul.activation_nbytes(kind, n, k)),
-            aligned(4 * n * m),
-            aligned(matmul.SCRATCH_BYTES * threads),
-        ]
-        source, activations, y, scratch = (b.ctypes.data for b in self.buffers)
-        self.arguments = (
-            kind,
-            matmul.compiled_matmul(one.type_id).address,
-            repeats,
-            copies,
-            step,
-            self.packed.ctypes.data,
-            m,
-            k,
-            source,
-            activations,
-            n,
-            y,
-            scratch,
-        )
-        self.threads = threads
-
-    def run(self) -> None:
-        others = [
-            threading.Thread(target=_repeat, args=(*self.arguments, i, self.threads))
-            for i in range(1, self.threads)
-        ]
-        for thread in others:
-            thread.start()
-        _repeat(*self.arguments, 0, self.threads)
-        for thread in others:
-            thread.join()
+def measure(type_id: int, m: int, k: int, n: int, threads: int, repack: int | None, rounds: int):
+    """Seconds of one product: (ours, ggml's, ggml's in the CPU_REPACK buffer or None)."""
+    raw = random_rows(np.random.default_rng(0), type_id, m, k)
+    copies = min(64, -(-CACHE_BYTES // raw.nbytes)) if n <= 16 else 1
+    repeats = max(1, min(128, OPERATIONS * threads // (2 * m * n * k)))
+    copies = min(copies, repeats)
+    ours = RepeatedProduct(type_id, m, k, n, threads, copies, repeats)
+    theirs = [GgmlMatmul(type_id, raw, m, k, n, threads, copies, repeats)]
+    if repack is not None:
+        theirs.append(GgmlMatmul(type_id, raw, m, k, n, threads, copies, repeats, repack))
+    for each in theirs:
+        each.set(np.random.default_rng(1).standard_normal((n, k)).astype(np.float32))
+    times = _interleaved([ours.run, *(each.run for each in theirs)], rounds)
+    for each in (ours, *theirs):
+        each.close()
+    return [t / repeats for t in times] + [None] * (2 - len(theirs))
 
 
-def measure(type_id: int, m: int, k: int, n: int, threads: int, rounds: int) -> tuple[float, float, float]:
-    """Seconds of one product: ours, ggml's; and the bytes of the weights."""
-    rng = np.random.default_rng(0)
-    raw = random_rows(rng, type_id, m, k)
-    x = rng.standard_normal((n, k)).astype(np.float32)
-    copies = min(64, -(-CACHE_BYTES // raw.nbytes)) if n < 64 else 1
-    repeats = max(1, min(64, OPERATIONS * threads // (m * n * k)), min(copies, 8) if n <= 16 else 1)
-    ours = Ours(OurMatmul(type_id, raw, m, k), x, threads, copies, repeats)
-    theirs = GgmlMatmul(type_id, raw, m, k, n, threads, copies, repeats)
-    theirs.set(x)
-    times: tuple[list[float], list[float]] = ([], [])
-    for _ in range(rounds + 1):
-        for run, seconds in ((ours.run, times[0]), (theirs.run, times[1])):
-            if threads > 1:
-                time.sleep(SPIN_SECONDS)
+def _interleaved(runs: list[Callable[[], None]], rounds: int) -> list[float]:
+    """Median seconds of each, taking turns, since noise then hits all; the first round does not count."""
+    times: list[list[float]] = [[] for _ in runs]
+    begin = time.perf_counter()
+    for done in range(rounds + 1):
+        for run, seconds in zip(runs, times, strict=True):
             start = time.perf_counter()
             run()
-            seconds.append((time.perf_counter() - start) / repeats)
-    theirs.close()
-    return statistics.median(times[0][1:]), statistics.median(times[1][1:]), raw.nbytes
+            seconds.append(time.perf_counter() - start)
+        if done >= 2 and time.perf_counter() - begin > PATIENCE:
+            break
+    return [statistics.median(seconds[1:]) for seconds in times]
+
+
+def rows(options: argparse.Namespace, threads: int) -> Iterator[dict[str, Any]]:
+    """One dictionary for each type, shape and number of tokens that our kernels have."""
+    types = [TYPE_IDS[name] for name in options.types.split(",")]
+    repack = repack_buffers(types)
+    for name, type_id in zip(options.types.split(","), types, strict=True):
+        for shape in options.shapes.split(","):
+            m, k = map(int, shape.split("x"))
+            if not matmul.supported(type_id, m, k):
+                continue
+            for n in map(int, options.tokens.split(",")):
+                times = measure(type_id, m, k, n, threads, repack.get(type_id), options.rounds)
+                gops = [2e-9 * m * n * k / t if t else None for t in times]
+                yield {
+                    "type": name,
+                    "shape": shape,
+                    "tokens": n,
+                    "threads": threads,
+                    **dict(zip(("ours", "ggml", "repack"), gops, strict=True)),
+                    "ratio": gops[0] / max(g for g in gops[1:] if g),
+                    "weights_gb_s": matmul.packed_nbytes(type_id, m, k) / times[0] * 1e-9,
+                }
+
+
+def cell(row: dict[str, Any]) -> str:
+    repack = "" if row["repack"] is None else f" / {row['repack']:.0f}"
+    return f"{row['ours']:.0f} / {row['ggml']:.0f}{repack} = **{row['ratio']:.1f}**"
+
+
+def print_table(found: list[dict[str, Any]], tokens: list[int]) -> None:
+    print("| type | shape | " + " | ".join(f"N = {n}" for n in tokens) + " |")
+    print("|---|---|" + "---|" * len(tokens))
+    for type_, shape in dict.fromkeys((r["type"], r["shape"]) for r in found):
+        line = [cell(r) for r in found if (r["type"], r["shape"]) == (type_, shape)]
+        print(f"| {type_} | {shape} | " + " | ".join(line) + " |", flush=True)
+
+
+@C.CFUNCTYPE(None, C.c_int, C.c_char_p, C.c_void_p)
+def _no_log(level: int, text: bytes, user: int) -> None:
+    """For ggml, which has a line to say about each repacked tensor."""
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--types", default=",".join(IDS))
-    parser.add_argument("--shapes", default="576x576,1536x576,2048x2048,4096x4096")
-    parser.add_argument("--tokens", default="1,2,4,8,16,64,512")
-    parser.add_argument("--threads", type=int, default=1)
-    parser.add_argument("--rounds", type=int, default=5)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--types", default=TYPES)
+    parser.add_argument("--shapes", default=SHAPES, help="rows x columns of the weights")
+    parser.add_argument("--tokens", default=TOKENS)
+    parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--rounds", type=int, default=5, help="median of so many (default 5)")
+    parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
-    print(f"CPU level {cpu_level()}, {options.threads} thread(s); ours / ggml GOP/s = ratio, GB/s of weights")
-    for name in options.types.split(","):
-        for shape in options.shapes.split(","):
-            m, k = map(int, shape.split("x"))
-            if not matmul.supported(IDS[name], m, k):
-                continue
-            cells = []
-            for n in map(int, options.tokens.split(",")):
-                ours, theirs, nbytes = measure(IDS[name], m, k, n, options.threads, options.rounds)
-                gop = 2e-9 * m * n * k
-                cells.append(
-                    f"{n}: {gop / ours:.0f}/{gop / theirs:.0f} = {theirs / ours:.2f}, "
-                    f"{nbytes / ours * 1e-9:.0f}"
-                )
-            print(f"{name} {shape:10}", " | ".join(cells), flush=True)
+    ggml().log_set(C.cast(_no_log, C.c_void_p), None)
+    report: dict[str, Any] = {
+        "cpu": binding.get_host_cpu_name(),
+        "level": cpu_level(),
+        "ggml": f"{ggml().version().decode()} in {ggml().folder}",
+        "machine": [],
+        "rows": [],
+    }
+    if not options.json:
+        print(f"CPU {report['cpu']}, our kernels: {report['level']}, ggml {report['ggml']}\n")
+    for threads in map(int, options.threads.split(",")):
+        machine = {
+            "threads": threads,
+            "dot_peak_gop_s": dot_peak(threads) * 1e-9,
+            "read_gb_s": read_bandwidth(threads) * 1e-9,
+        }
+        found = list(rows(options, threads))
+        report["machine"].append(machine)
+        report["rows"] += found
+        if not options.json:
+            print(
+                f"{threads} thread(s): dot products at most {machine['dot_peak_gop_s']:.0f} GOP/s, memory "
+                f"{machine['read_gb_s']:.1f} GB/s. GOP/s of"
+                " ours / ggml / ggml repacked = ours over ggml's best\n"
+            )
+            print_table(found, [int(n) for n in options.tokens.split(",")])
+            print()
+    if options.json:
+        print(json.dumps(report, indent=1))
 
 
 if __name__ == "__main__":

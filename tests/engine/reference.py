@@ -8,7 +8,13 @@ from backends.ggml.models import ModelConfig, Rope
 from quant.gguf import GGUFFile
 
 
-def forward(gguf: GGUFFile, config: ModelConfig, ids: list[int], kv_dtype: type = np.float64) -> np.ndarray:
+def forward(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    ids: list[int],
+    kv_dtype: type = np.float64,
+    gelu_table: bool = False,
+) -> np.ndarray:
     """Logits [len(ids), n_vocab] of an F32 model; keys and values are rounded to `kv_dtype`."""
     w = {n: _tensor(gguf, n) for n in gguf.tensors}
     c, family = config, config.family
@@ -34,19 +40,24 @@ def forward(gguf: GGUFFile, config: ModelConfig, ids: list[int], kv_dtype: type 
         x = x + (norm(a, b + "post_attention_norm") if family.post_norms else a)
         h = norm(x, b + "ffn_norm")
         gate, up = h @ w[b + "ffn_gate.weight"].T, h @ w[b + "ffn_up.weight"].T
-        f = (_ACTIVATIONS[family.activation](gate) * up) @ w[b + "ffn_down.weight"].T
+        activate = _silu if family.activation == "silu" else _gelu_of_ggml if gelu_table else _gelu
+        f = (activate(gate) * up) @ w[b + "ffn_down.weight"].T
         x = x + (norm(f, b + "post_ffw_norm") if family.post_norms else f)
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
 
 
+def _silu(g: np.ndarray) -> np.ndarray:
+    return g / (1 + np.exp(-g))
+
+
 def _gelu(g: np.ndarray) -> np.ndarray:
+    return 0.5 * g * (1 + np.tanh(np.sqrt(2 / np.pi) * (g + 0.044715 * g**3)))
+
+
+def _gelu_of_ggml(g: np.ndarray) -> np.ndarray:
     """ggml looks it up in a table of halfs, for arguments rounded to half."""
-    x = g.astype(np.float16).astype(np.float64)
-    y = (0.5 * x * (1 + np.tanh(np.sqrt(2 / np.pi) * (x + 0.044715 * x**3)))).astype(np.float16)
+    y = _gelu(g.astype(np.float16).astype(np.float64)).astype(np.float16)
     return np.where(g <= -10, 0.0, np.where(g >= 10, g, y.astype(np.float64)))
-
-
-_ACTIVATIONS = {"silu": lambda g: g / (1 + np.exp(-g)), "gelu": _gelu}
 
 
 def _tensor(gguf: GGUFFile, name: str) -> np.ndarray:

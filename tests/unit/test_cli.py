@@ -215,7 +215,8 @@ def test_doctor():
     code, out, _, _ = hetero("doctor", "--json")
     checks = {c["name"]: c for c in json.loads(out)}
     assert code == 0
-    assert {"python", "ggml", "devices", "cpu", "kernels", "default model"} <= set(checks)
+    assert {"python", "ggml", "devices", "cpu", "kernels", "matmul", "default model"} <= set(checks)
+    assert checks["matmul"]["facts"]["Q2_K"] == "ggml"
     assert "SmolLM2" in checks["default model"]["detail"]
 
 

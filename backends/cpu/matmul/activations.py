@@ -1,7 +1,8 @@
-"""Activations as 8-bit integers in the order in which the tiles read them.
+"""Activations as 8-bit integers, or as they are, in the order in which the tiles read them.
 
-There are two kinds. BLOCKWISE has one scale for 32 activations and serves the formats of 32-weight blocks,
-SUPERBLOCKWISE one for 256 and serves the K formats; below, "block" is 32 or 256 of them. Tokens are cut into
+There are three kinds. BLOCKWISE has one scale for 32 activations and serves the formats of 32-weight blocks,
+SUPERBLOCKWISE one for 256 and serves the K formats; FLOATS, for weights that are floats, is float32 with one
+region of 32 words. Below, "block" is 32 or 256 of them. Tokens are cut into
 tiles of up to 8 (`tile_size`). The buffer has four regions, each for all tokens; in a region with
 w words of 4 bytes for one block of one token, the tile of T tokens that starts at token t0 has its words at
 
@@ -26,14 +27,14 @@ from numba import njit
 
 from backends.cpu import jit  # noqa: F401  (sets numba's cache folder)
 from backends.cpu.features import cpu_level
-from backends.cpu.matmul.layout import BLOCKWISE, SUPERBLOCKWISE, Format, Scaling
+from backends.cpu.matmul.layout import BLOCKWISE, FLOATS, SUPERBLOCKWISE, Format, Scaling
 from backends.cpu.simd import F32, I8X16, I32, I32X16, LANES, Emitter, Value, kernel
 
 TOKEN_BLOCK = 192  # tokens that pass over a panel together; tiles do not straddle it
 # what 16 registers of 256 bits hold, or 32 of 512
 LARGEST_TILE = 8 if cpu_level() == "avx512_vnni" else 2
-BLOCK_ELEMENTS = (32, 256)  # by kind
-REGION_BYTES = ((32, 4, 4, 4), (256, 4, 16, 64))  # of one block of one token, by kind
+BLOCK_ELEMENTS = (32, 256, 32)  # by kind
+REGION_BYTES = ((32, 4, 4, 4), (256, 4, 16, 64), (128, 0, 0, 0))  # of one block of one token, by kind
 
 _ROUNDER = 12582912.0  # 1.5 * 2^23: adding it leaves the rounded integer in the low bits
 _ROUNDER_BITS = 0x4B400000
@@ -111,6 +112,15 @@ def _quantize_block(x: Emitter, kind: int, values: list[Value], out: list[Value]
         fourth = x.add(fourth, stride)
 
 
+def _store_floats(x: Emitter, values: list[Value], out: Value, tile: Value) -> None:
+    """One token's block of vectors as they are, a word for each element."""
+    stride = x.mul(tile, 4)
+    for v in values:
+        for lane in range(LANES):
+            x.store(x.b.extract_element(v, x.const(lane, I32)), out, align=4)
+            out = x.add(out, stride)
+
+
 def emit_token(
     x: Emitter,
     kind: int,
@@ -130,7 +140,11 @@ def emit_token(
 
     def block(i: Value, addresses: list[Value]) -> list[Value]:
         index = x.mul(x.add(first, i), vectors)
-        _quantize_block(x, kind, [load(x.add(index, v)) for v in range(vectors)], addresses, tile)
+        values = [load(x.add(index, v)) for v in range(vectors)]
+        if kind == FLOATS:
+            _store_floats(x, values, addresses[0], tile)
+        else:
+            _quantize_block(x, kind, values, addresses, tile)
         return [x.add(address, step) for address, step in zip(addresses, steps, strict=True)]
 
     x.loop(count, start, block)
@@ -145,17 +159,18 @@ def _plain(kind: int) -> Callable[..., None]:
 
 _quantize_blocks = kernel(_plain(BLOCKWISE))
 _quantize_superblocks = kernel(_plain(SUPERBLOCKWISE))
+_arrange_floats = kernel(_plain(FLOATS))
 
 
 @njit(cache=True)
 def region_addresses(kind, out, token, tile_start, n_tokens, k):
     """Addresses of a token's block 0 in the four regions of the buffer `out`."""
     blocks = k // BLOCK_ELEMENTS[kind]
-    _, second, third, fourth = REGION_BYTES[kind]
+    first, second, third, fourth = REGION_BYTES[kind]
     lane, before, all_ = 4 * (token - tile_start), tile_start * blocks, n_tokens * blocks
-    codes = out + n_tokens * k
+    codes = out + first * all_
     return (
-        out + tile_start * k + lane,
+        out + first * before + lane,
         codes + second * before + lane,
         codes + second * all_ + third * before + lane,
         codes + (second + third) * all_ + fourth * before + lane,
@@ -186,7 +201,9 @@ def quantize_activations(kind, source, row_bytes, n_tokens, k, out, ith, nth):
             if count > 0:
                 one, two, three, four = region_addresses(kind, out, token, start, n_tokens, k)
                 arguments = (source + token * row_bytes, size, first, count, one, two, three, four)
-                if kind == BLOCKWISE:
+                if kind == FLOATS:
+                    _arrange_floats(arguments)
+                elif kind == BLOCKWISE:
                     _quantize_blocks(arguments)
                 else:
                     _quantize_superblocks(arguments)

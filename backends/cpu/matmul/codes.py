@@ -9,7 +9,6 @@ from llvmlite import ir
 from backends.cpu.features import cpu_level
 from backends.cpu.matmul.layout import Format
 from backends.cpu.simd import I1, I8X64, I32X16, Emitter, Value
-from quant.kquants import LEVELS
 
 GROUPS = 2  # registers of 16 rows in a panel
 I8X32, I16X16, I16X32, I32X8 = (
@@ -40,7 +39,7 @@ def decode_words(x: Emitter, fmt: Format, codes: Value) -> Words:
         if fmt.bits == 5:
             parts = _with_bits(x, parts, planes[4], word + 4 * upper - 4, 16)
         elif fmt.levels:
-            parts = [_look_up(x, v) for v in parts]
+            parts = [_look_up(x, fmt, v) for v in parts]
         elif fmt.bits == 6:
             parts = _with_bits(x, parts, planes[4 + upper], 2 * word - 4, 48)
         yield word + 4 * upper, parts
@@ -51,9 +50,9 @@ def _with_bits(x: Emitter, parts: PerGroup, plane: PerGroup, shift: int, mask: i
     return [x.b.or_(low, bits) for low, bits in zip(parts, high, strict=True)]
 
 
-def _look_up(x: Emitter, indexes: Value) -> Value:
-    """LEVELS[index] + 128 for each byte."""
-    table = [int(level) + 128 for level in LEVELS]
+def _look_up(x: Emitter, fmt: Format, indexes: Value) -> Value:
+    """The level plus the format's offset for each byte."""
+    table = [level + (1 << fmt.offset_bits) for level in fmt.levels]
     if cpu_level() == "avx512_vnni":
         found = x.call(
             "llvm.x86.avx512.pshuf.b.512", I8X64, ir.Constant(I8X64, table * 4), x.b.bitcast(indexes, I8X64)

@@ -9,11 +9,12 @@ from numba import cfunc, njit
 
 from backends.cpu import jit  # noqa: F401  (sets numba's cache folder)
 from backends.cpu.matmul.activations import LARGEST_TILE, REGION_BYTES, TOKEN_BLOCK, sum_region, tile_size
-from backends.cpu.matmul.layout import FORMATS
+from backends.cpu.matmul.layout import FLOATS, FORMATS
 from backends.cpu.matmul.tiles import multiply_tile
 from backends.cpu.matmul.unpack import clear_rows, copy_floats, copy_rows, prefetch_lines, unpack_superblocks
 
 CHUNK = 18  # most blocks along k that are unpacked at a time (all of 576); 16 for the K formats
+FLOAT_CHUNK = 8  # of floats, which are not unpacked, that stay in the first cache with a tile's activations
 DIRECT_TOKENS = 24 if LARGEST_TILE == 8 else 4  # up to here weights are decoded in registers, not unpacked
 ACCUMULATOR_BYTES = TOKEN_BLOCK * 128
 UNPACKED_BYTES = 24 * 1024
@@ -32,9 +33,9 @@ def _store_panel(rows, y, row_bytes, count, columns):
 
 
 @njit(cache=True)
-def _chunk_superblocks(superblocks, blocks):
-    """Superblocks to unpack at a time: near-equal chunks of at most CHUNK blocks."""
-    chunks = -(-superblocks // max(1, CHUNK // blocks))
+def _chunk_superblocks(superblocks, limit):
+    """Superblocks to unpack at a time: near-equal chunks of at most `limit`."""
+    chunks = -(-superblocks // limit)
     return -(-superblocks // chunks)
 
 
@@ -47,10 +48,12 @@ def compiled_matmul(type_id: int):
     panels of 32 rows and uses `SCRATCH_BYTES` at scratch + ith * SCRATCH_BYTES (64-aligned, as is `packed`).
     """
     fmt = FORMATS[type_id]
-    bits, blocks, packed_bytes, elements = fmt.bits, fmt.blocks, fmt.packed_bytes, fmt.elements
-    assert max(1, CHUNK // blocks) * fmt.unpacked_bytes <= UNPACKED_BYTES
+    bits, packed_bytes, elements = fmt.bits, fmt.packed_bytes, fmt.elements
+    limit = FLOAT_CHUNK if fmt.activation_kind == FLOATS else max(1, CHUNK // fmt.blocks)
+    assert limit * fmt.unpacked_bytes <= UNPACKED_BYTES
     # bytes of one token's superblock in the activations' regions
-    scale_step, sum_step = 4, REGION_BYTES[fmt.activation_kind][sum_region(fmt)]
+    code_step, scale_step, *_ = REGION_BYTES[fmt.activation_kind]
+    sum_step = REGION_BYTES[fmt.activation_kind][sum_region(fmt)]
     sum_start = sum(REGION_BYTES[fmt.activation_kind][: sum_region(fmt)])
 
     @cfunc(SIGNATURE, nopython=True, cache=True)
@@ -60,11 +63,11 @@ def compiled_matmul(type_id: int):
         panel_bytes = superblocks * packed_bytes
         rows = scratch + ith * SCRATCH_BYTES
         unpacked = rows + ACCUMULATOR_BYTES
-        scales = activations + n_tokens * k
+        scales = activations + n_tokens * superblocks * code_step
         sums = activations + n_tokens * superblocks * sum_start
         chunk = superblocks
         if n_tokens > DIRECT_TOKENS:
-            chunk = _chunk_superblocks(superblocks, blocks)
+            chunk = _chunk_superblocks(superblocks, limit)
         for begin in range(0, n_tokens, TOKEN_BLOCK):
             end = min(n_tokens, begin + TOKEN_BLOCK)
             unpack = end - begin > DIRECT_TOKENS
@@ -83,7 +86,7 @@ def compiled_matmul(type_id: int):
                     while token < end:
                         size = tile_size(token, n_tokens)
                         base = token * superblocks + first * size
-                        q, a = activations + elements * base, scales + scale_step * base
+                        q, a = activations + code_step * base, scales + scale_step * base
                         s, out = sums + sum_step * base, rows + 128 * (token - begin)
                         token += size
                         if n_tokens > DIRECT_TOKENS:

@@ -12,7 +12,9 @@ of 16 rows, and a dot-product instruction moves 16 rows on by 4 k:
     bit 5     128 B   one word a row; bit j of byte i is bit 4 of weight 4j + i
     bits 5-6  256 B   words v = 0, 1; bits 2s, 2s + 1 of byte i are bits 4, 5 of weight 16v + 4s + i
     half       64 B   one f16 a row, row r at 2r
+    brain      64 B   one bf16 a row, row r at 2r
     bytes[s]  32s B   one byte a row and sub-block, row r at 32 s + r
+    lines    2048 B   f16 or bf16, weight j of row r at 64 j + 2 r (f32: 4096 B, at 128 j + 4 r)
     pairs     256 B   one byte a row and sub-block, row r at 64 (s / 2) + 2 r + s % 2
 
     format  header                                       block                   weight
@@ -26,13 +28,17 @@ of 16 rows, and a dot-product instruction moves 16 rows on by 4 k:
     Q6_K    half d, bytes[16] s (signed)                 8 x nibbles, bits 5-6   d s (q - 32)
     IQ4_NL  half d                                       nibbles                 d LEVELS[q]
     IQ4_XS  half d, bytes[8] s (signed)                  8 x nibbles             d s LEVELS[q]
+    MXFP4   brain d                                      nibbles                 d FP4_LEVELS[q]
+    F16, BF16, F32                                       lines                   w
 
-The 6-bit scales and mins of Q4_K, Q5_K and IQ4_XS take a byte each (+2.8 %, +2.3 %, +1.5 %); the rest is as
-large as in the file. Rows after the last one are zero.
+The 6-bit scales and mins of Q4_K, Q5_K and IQ4_XS take a byte each (+2.8 %, +2.3 %, +1.5 %), the exponent of
+MXFP4 two, as the power of two that it stands for (+5.9 %); the rest is as large as in the file.
+Rows after the last one are zero.
 
 A panel's part can be unpacked to a scratch buffer, for use by many tokens. Float vectors are [32]:
 
     Q4_0, Q5_0, IQ4_NL  each block: float d, 8 words of bytes (IQ4: LEVELS[q] + 128)
+    MXFP4               each block: float d, 8 words of bytes (FP4_LEVELS[q] + 16)
     Q4_1, Q5_1          each block: float d, float m, 8 words of bytes
     Q4_K, Q5_K          float s[8], float d, float dmin, pairs m in i16, 64 words of bytes
     Q6_K, IQ4_XS        float s[16] or s[8], float d, 64 words of bytes
@@ -43,6 +49,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from enum import Enum
 
+from quant.blocks import FP4_LEVELS
+from quant.kquants import LEVELS
 from quant.types import GGML_TYPES
 
 PANEL_ROWS = 32
@@ -57,9 +65,11 @@ class Scaling(Enum):
     K_AFFINE = "d s q - dmin m"
     K_OFFSET = "d s (q - 32), one s for each 16 weights"
     K_LEVELS = "d s (q - 128)"
+    FLOAT = "w"
 
 
-BLOCKWISE, SUPERBLOCKWISE = 0, 1  # kinds of activations: one scale for 32, or for 256
+# kinds of activations: one scale for 32, for 256, or float32
+BLOCKWISE, SUPERBLOCKWISE, FLOATS = range(3)
 
 
 @dataclass(frozen=True, slots=True)
@@ -68,7 +78,7 @@ class Format:
 
     type_id: int
     name: str
-    bits: int  # of a code: 4, 5, 6 or 8
+    bits: int  # of a code: 4, 5, 6 or 8; of a float: 16 or 32
     scaling: Scaling
     offset_bits: int  # log2 of the codes' offset; 0 where there is none
     blocks: int  # blocks of 32 weights in a superblock
@@ -81,19 +91,23 @@ class Format:
         return self.blocks * BLOCK
 
     @property
-    def levels(self) -> bool:
-        """Whether nibbles are indexes into `quant.kquants.LEVELS`."""
-        return self.type_id in (IQ4_NL, IQ4_XS)
+    def levels(self) -> tuple[int, ...]:
+        """What the nibbles 0 .. 15 stand for; empty where they are numbers."""
+        table = {IQ4_NL: LEVELS, IQ4_XS: LEVELS, MXFP4: FP4_LEVELS}.get(self.type_id, ())
+        return tuple(int(level) for level in table)
 
     @property
     def activation_kind(self) -> int:
         """Which quantized activations the format multiplies."""
+        if self.scaling is Scaling.FLOAT:
+            return FLOATS
         return BLOCKWISE if self.blocks == 1 else SUPERBLOCKWISE
 
     @property
     def raw_bytes(self) -> int:
         """Bytes of one row's superblock in the file."""
-        return GGML_TYPES[self.type_id].nbytes
+        file = GGML_TYPES[self.type_id]
+        return self.elements // file.elements * file.nbytes
 
     @property
     def packed_bytes(self) -> int:
@@ -109,6 +123,7 @@ class Format:
             Scaling.K_AFFINE: (8 + 2 + 4) * 128,
             Scaling.K_OFFSET: (16 + 1) * 128,
             Scaling.K_LEVELS: (8 + 1) * 128,
+            Scaling.FLOAT: 0,
         }[self.scaling]
 
     @property
@@ -117,7 +132,8 @@ class Format:
         return self.unpacked_header_bytes + self.elements * PANEL_ROWS
 
 
-Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K, IQ4_NL, IQ4_XS = 2, 3, 6, 7, 8, 12, 13, 14, 20, 23
+Q4_0, Q4_1, Q5_0, Q5_1, Q8_0, Q4_K, Q5_K, Q6_K = 2, 3, 6, 7, 8, 12, 13, 14
+IQ4_NL, IQ4_XS, MXFP4, F32, F16, BF16 = 20, 23, 39, 0, 1, 30
 
 FORMATS = {
     f.type_id: f
@@ -132,6 +148,10 @@ FORMATS = {
         Format(Q6_K, "Q6_K", 6, Scaling.K_OFFSET, 5, 8, 576, 768),
         Format(IQ4_NL, "IQ4_NL", 4, Scaling.OFFSET, 7, 1, 64, 512),
         Format(IQ4_XS, "IQ4_XS", 4, Scaling.K_LEVELS, 7, 8, 320, 512),
+        Format(MXFP4, "MXFP4", 4, Scaling.OFFSET, 4, 1, 64, 512),
+        Format(F16, "F16", 16, Scaling.FLOAT, 0, 1, 0, 2048),
+        Format(BF16, "BF16", 16, Scaling.FLOAT, 0, 1, 0, 2048),
+        Format(F32, "F32", 32, Scaling.FLOAT, 0, 1, 0, 4096),
     )
 }
 
@@ -147,10 +167,14 @@ for _name, _id, _packed, _raw in (
     ("Q6_K", Q6_K, 6720, 6720),
     ("IQ4_NL", IQ4_NL, 576, 576),
     ("IQ4_XS", IQ4_XS, 4416, 4352),
+    ("MXFP4", MXFP4, 576, 544),
+    ("F16", F16, 2048, 2048),
+    ("BF16", BF16, 2048, 2048),
+    ("F32", F32, 4096, 4096),
 ):
     _format, _file = FORMATS[_id], GGML_TYPES[_id]
     assert (_format.name, _format.packed_bytes) == (_name, _packed)
-    assert (_file.elements, _file.nbytes * PANEL_ROWS) == (_format.elements, _raw)
+    assert _format.raw_bytes * PANEL_ROWS == _raw and _format.elements % _file.elements == 0
     assert _packed % 64 == 0  # every superblock starts a cache line
 
 

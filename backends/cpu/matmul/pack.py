@@ -5,7 +5,7 @@ from __future__ import annotations
 from numba import njit, types, uint32
 
 from backends.cpu import jit  # noqa: F401  (sets numba's cache folder)
-from backends.cpu.matmul.layout import IQ4_XS, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
+from backends.cpu.matmul.layout import BF16, F16, F32, IQ4_XS, MXFP4, Q4_1, Q4_K, Q5_0, Q5_1, Q5_K, Q6_K, Q8_0
 from backends.cpu.simd import I8, I16, I32, Emitter, Value, kernel
 
 
@@ -57,6 +57,19 @@ def _pack_32(type_id, source, out, row):
         source += 4
     for j in range(4):
         _put_word((out + 128 * j + 4 * row, _word((source + 4 * j,))))
+
+
+@njit(cache=True)
+def _pack_mxfp4(source, out, row):
+    """One row's block of MXFP4: exponent e, nibbles. d = 2^(e - 128), which bf16 holds down to e = 0."""
+    exponent = _word((source,)) & uint32(255)
+    bits = (exponent - uint32(1)) << uint32(7)
+    if exponent < 2:  # denormal
+        bits = uint32(0x20) << exponent
+    _put_byte((out + 2 * row, bits))
+    _put_byte((out + 2 * row + 1, bits >> uint32(8)))
+    for j in range(4):
+        _put_word((out + 64 + 128 * j + 4 * row, _word((source + 1 + 4 * j,))))
 
 
 @njit(cache=True)
@@ -159,6 +172,14 @@ def _pack_superblock(type_id, source, out, row):
         _pack_q6_k(source, out, row)
     elif type_id == IQ4_XS:
         _pack_iq4_xs(source, out, row)
+    elif type_id == MXFP4:
+        _pack_mxfp4(source, out, row)
+    elif type_id in (F16, BF16):
+        for i in range(32):
+            _copy_half((source + 2 * i, out + 64 * i + 2 * row))
+    elif type_id == F32:
+        for i in range(32):
+            _put_word((out + 128 * i + 4 * row, _word((source + 4 * i,))))
     else:
         _pack_32(type_id, source, out, row)
 

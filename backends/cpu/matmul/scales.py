@@ -5,7 +5,7 @@ from __future__ import annotations
 from llvmlite import ir
 
 from backends.cpu.matmul.codes import GROUPS, I16X32, PerGroup
-from backends.cpu.matmul.layout import Format, Scaling
+from backends.cpu.matmul.layout import MXFP4, Format, Scaling
 from backends.cpu.simd import F32X16, I8, I8X16, I32X16, Emitter, Value
 
 I8X32 = ir.VectorType(I8, 32)
@@ -22,7 +22,8 @@ class Scales:
         """The `index`-th [32] of an unpacked header's floats, or of a packed header's halves."""
         if self.unpacked:
             return [self.x.load(self.header, 128 * index + 64 * g, F32X16, 64) for g in range(GROUPS)]
-        return [self.x.load_f16(self.header, 64 * index + 32 * g) for g in range(GROUPS)]
+        load = self.x.load_bf16 if self.fmt.type_id == MXFP4 else self.x.load_f16
+        return [load(self.header, 64 * index + 32 * g) for g in range(GROUPS)]
 
     def factor(self) -> PerGroup:
         """d."""

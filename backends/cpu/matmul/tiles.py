@@ -10,6 +10,8 @@ of a block's codes (exact), a the activations' scale, and the weights' d, m, s a
     K_OFFSET   z = fma(i, s, z) over 16 half blocks;  y = fma(z * d, a, y)
     K_LEVELS   z = fma(i, s, z) over 8 blocks;  y = fma(z * d, a, y)
 
+    FLOAT      z = fma(w, x, z) over 32 weights;  y = y + z
+
 where mins is the integer dot product of the superblock's m and its activation sums.
 """
 
@@ -26,9 +28,9 @@ from backends.cpu.matmul.codes import (
     dot_pairs,
     load_words,
 )
-from backends.cpu.matmul.layout import BLOCK, FORMATS, PANEL_ROWS, Format, Scaling
+from backends.cpu.matmul.layout import BF16, BLOCK, F16, F32, FORMATS, PANEL_ROWS, Format, Scaling
 from backends.cpu.matmul.scales import Scales
-from backends.cpu.simd import Emitter, Value, kernel_family
+from backends.cpu.simd import LANES, Emitter, Value, kernel_family
 
 TILES = (1, 2, 3, 4, 6, 8)
 UNPACKED = 16  # added to a tile's size: the weights are unpacked, and in the first cache
@@ -94,6 +96,25 @@ class _Tile:
                 y[g][t] = x.fma(x.to_f32(total[g][t]), x.fmul(d[g], scale), y[g][t])
                 if affine:
                     y[g][t] = x.fma(m[g], sum_, y[g][t])
+
+    def floats(self, w: Value, activations: Value, y: Value) -> None:
+        """y += 32 weights of each row that are floats; y is an address."""
+        x, load = self.x, {F16: self.x.load_f16, BF16: self.x.load_bf16, F32: self.x.load}[self.fmt.type_id]
+        row_bytes = self.fmt.bits // 8
+        if not self.cached:  # one request a line: with two, 8 tokens were half as fast
+            for line in range(0, self.superblock_bytes, 64):
+                x.prefetch(w, FAR + line, 3)
+        z = self.splat(x.splat_f32(0.0))
+        for i in range(BLOCK):
+            weights = [load(w, row_bytes * (PANEL_ROWS * i + LANES * g)) for g in range(GROUPS)]
+            for t in range(self.size):
+                token = x.broadcast_f32(activations, 4 * (i * self.size + t))
+                for g in range(GROUPS):
+                    z[g][t] = x.fma(weights[g], token, z[g][t])
+        for t in range(self.size):
+            for g in range(GROUPS):
+                at = 128 * t + 64 * g
+                x.store(x.fadd(x.load(y, at), z[g][t]), y, at)
 
     def superblock(self, w: Value, activations: Value, a: Value, sums: Value, y: Value) -> None:
         """y += one superblock of a K format; y is an address."""
@@ -177,11 +198,14 @@ def _multiply_tile(
     """y[token][32 rows] += panel . tile; `variant` is the tile's size, plus `UNPACKED` for such weights."""
     fmt, size = FORMATS[kind], variant % UNPACKED
     tile = _Tile(x, fmt, size, variant >= UNPACKED)
-    sum_words = REGION_BYTES[fmt.activation_kind][sum_region(fmt)] // 4
+    region_bytes = REGION_BYTES[fmt.activation_kind]
+    in_memory = fmt.blocks > 1 or fmt.scaling is Scaling.FLOAT  # y between steps
 
     def step(_: Value, carried: list[Value]) -> list[Value]:
         w, activations, a, sums, *flat = carried
-        if fmt.blocks == 1:
+        if fmt.scaling is Scaling.FLOAT:
+            tile.floats(w, activations, y)
+        elif fmt.blocks == 1:
             values = tile.nested(flat)
             tile.block(w, activations, a, sums, values)
             flat = [*values[0], *values[1]]
@@ -189,14 +213,14 @@ def _multiply_tile(
             tile.superblock(w, activations, a, sums, y)
         return [
             x.add(w, tile.superblock_bytes),
-            x.add(activations, fmt.elements * size),
-            x.add(a, 4 * size),
-            x.add(sums, 4 * sum_words * size),
+            x.add(activations, region_bytes[0] * size),
+            x.add(a, region_bytes[1] * size),
+            x.add(sums, region_bytes[sum_region(fmt)] * size),
             *flat,
         ]
 
     pointers = [weights, activations, a, sums]
-    if fmt.blocks > 1:
+    if in_memory:
         x.loop(superblocks, pointers, step)
         return
     values = [x.load(y, 128 * t + 64 * g) for g in range(GROUPS) for t in range(size)]

@@ -1,0 +1,78 @@
+"""What goes into each matrix of a block: the stage of `hetero imatrix`. Serving has none of it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from backends.base import BatchLike
+from backends.cpu.graph import CpuGraphBuilder
+from backends.ggml.graph import GraphBuilder
+from backends.ggml.lib import shape_of
+from backends.ggml.stage import GgmlStage
+
+BLOCKS = "blk."  # the output head and the embeddings are left out, as upstream does
+
+
+class ObservingBuilder(CpuGraphBuilder):
+    """Norms and activation functions as nodes of their own, so that every matrix's input is a tensor.
+
+    The inputs keep their memory to the end of the step. `inputs` maps them to the matrices they enter.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.inputs: dict[int, list[str]] = {}
+
+    def linear(self, x: int, weight: str, residual: int | None = None) -> int:
+        if weight.startswith(BLOCKS):
+            self.inputs.setdefault(x, []).append(weight)
+            self.lib.set_output(x)
+        return super().linear(x, weight, residual)
+
+    def norm_linear(self, x: int, norm: str, weights: Sequence[str]) -> list[int]:
+        return GraphBuilder.norm_linear(self, x, norm, weights)
+
+    def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
+        return GraphBuilder.gated_ffn(self, x, norm, gate, up, down, residual)
+
+
+class ObservingStage(GgmlStage):
+    """A stage that sums the squares of all inputs of its layers' matrices over the steps it runs.
+
+    `sums[weight]` is float64 [n], n the weight's row length, and `tokens` the number of summed inputs.
+    In the last layer only rows whose logits are wanted get that far: want none, and all rows do.
+    """
+
+    def __init__(self, *arguments: Any):
+        super().__init__(*arguments)
+        self.sums: dict[str, np.ndarray] = {}
+        self.tokens = 0
+        self._count = 0  # of the prepared step
+
+    def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
+        assert not len(batch.logits_rows), "the last layer's matrices would miss rows"
+        super().prepare(batch, hidden)
+        self._count = len(batch.positions)
+
+    def compute(self) -> np.ndarray:
+        assert self._prepared is not None, "no step was prepared"
+        builder = self._prepared[0].builder
+        result = super().compute()
+        assert isinstance(builder, ObservingBuilder)
+        for tensor, weights in builder.inputs.items():
+            values = np.empty(shape_of(tensor)[1::-1], np.float32)
+            self._get(tensor, values)
+            squares = np.square(values[: self._count], dtype=np.float64).sum(axis=0)
+            for weight in weights:
+                self.sums[weight] = self.sums.get(weight, 0.0) + squares
+        self.tokens += self._count
+        return result
+
+    def check_invariants(self) -> None:
+        assert all(np.isfinite(s).all() and (s >= 0).all() for s in self.sums.values())
+
+    def _new_builder(self, rows: int) -> GraphBuilder:
+        return self._layers.new_builder(rows, ObservingBuilder)

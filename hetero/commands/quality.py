@@ -1,0 +1,238 @@
+"""`hetero quality`: how far a model's predictions are from another's, over a text.
+
+The text is cut into windows (hetero.windows). The second half of each is scored, where every token has
+at least ctx / 2 tokens before it. llama.cpp's llama-perplexity does the same, so that its numbers can be
+compared.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import json
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from hetero.commands.inspect import fail, print_table
+from hetero.config import Settings, format_size
+from hetero.launch import LaunchError, Prepared, open_runner
+from hetero.plan.facts import quantization
+from hetero.plan.planner import SPARE
+from hetero.screen import ProgressCallback, loading
+from hetero.text.tokenizer import Tokenizer
+from hetero.windows import WindowError, batches, cut, limited, prepare_model, read_tokens
+from quant.quality import Bounds, Comparison, Estimate, NotFiniteError, Summary
+
+if TYPE_CHECKING:
+    from hetero.kv.groups import KVGroup
+    from hetero.pipeline.runner import Runner
+
+TOKENS_KEY = "tokenizer.ggml.tokens"
+
+
+class QualityError(Exception):
+    """The models cannot be compared: one line."""
+
+
+@dataclass(frozen=True, slots=True)
+class Comparand:
+    """What to compare: two models, the text (None: the packaged one), how much of it, the windows' size."""
+
+    reference: str
+    other: str
+    text: Path | None
+    tokens: int
+    ctx: int
+
+
+def quality(settings: Settings, wanted: Comparand, bounds: Bounds, as_json: bool) -> int:
+    """Print the comparison. Exit code 1 when it cannot be made or when a bound is broken."""
+    try:
+        reference, other = (prepare_model(settings, m, wanted.ctx) for m in (wanted.reference, wanted.other))
+        check_vocabularies(reference, other)
+        check_memory(reference, other)
+        tokenizer = Tokenizer(reference.model.path)
+        windows = cut(read_tokens(tokenizer, wanted.text, wanted.tokens), wanted.ctx, tokenizer)
+        with loading() as progress:
+            found = compare(settings, reference, other, windows, progress)
+    except (LaunchError, WindowError, QualityError, ValueError, OSError) as exc:
+        return fail(exc)
+    except KeyboardInterrupt:
+        return 1
+    broken = bounds.broken(found)
+    if as_json:
+        report = _report(wanted, reference, other, len(windows), found)
+        print(json.dumps(report | {"broken": broken}, indent=2, ensure_ascii=False))
+    else:
+        _show(reference, other, windows, found)
+    for line in broken:
+        fail(QualityError(line))
+    return 1 if broken else 0
+
+
+def check_vocabularies(reference: Prepared, other: Prepared) -> None:
+    """Raise QualityError unless both models give the same meaning to the same ids."""
+    paths = f"{reference.model.path} and {other.model.path}"
+    sizes = reference.config.n_vocab, other.config.n_vocab
+    if sizes[0] != sizes[1]:
+        raise QualityError(f"{paths} have different vocabularies: {sizes[0]} and {sizes[1]} tokens")
+    texts = [p.gguf.metadata.get(TOKENS_KEY) for p in (reference, other)]
+    for prepared, found in zip((reference, other), texts, strict=True):
+        if not isinstance(found, list) and not hasattr(found, "__getitem__"):
+            raise QualityError(f"{prepared.model.path}: the file has no vocabulary ({TOKENS_KEY})")
+    first, second = (list(t) for t in texts)  # type: ignore[call-overload]
+    if first == second:
+        return
+    pairs = enumerate(zip(first, second, strict=False))
+    at = next((i for i, (a, b) in pairs if a != b), min(len(first), len(second)))
+    shown = (repr(t[at]) if at < len(t) else "missing" for t in (first, second))
+    raise QualityError(f"{paths} have different vocabularies: token {at} is " + " and ".join(shown))
+
+
+def check_memory(reference: Prepared, other: Prepared) -> None:
+    """Raise LaunchError unless both fit side by side: they are computed in turns, chunk by chunk."""
+    needed = reference.plan.total_bytes + other.plan.total_bytes
+    usable = int(reference.plan.free_bytes * SPARE)
+    if needed > usable:
+        raise LaunchError(
+            f"not enough memory on {reference.choice.device.name} for both models: they need "
+            f"{format_size(needed)}, {format_size(needed - usable)} more than can be used"
+        )
+
+
+def compare(
+    settings: Settings, reference: Prepared, other: Prepared, windows: np.ndarray, progress: ProgressCallback
+) -> Summary:
+    """Load both models and run them side by side over the windows int32 [W, ctx].
+
+    Never more than one chunk's logits of each model exist. Raises LaunchError, QualityError.
+    """
+    small = limited(settings, windows.shape[1])
+    comparison = Comparison()
+    with contextlib.ExitStack() as opened:
+        pair = []
+        for i, prepared in enumerate((reference, other)):
+            label = "the reference" if i == 0 else "the other model"
+            runner = open_runner(prepared, small, _part(progress, label, 0.1 * i, 0.1))
+            opened.callback(runner.close)
+            pair.append((runner, prepared.plan.groups))
+        for number, window in enumerate(windows):
+            done = number / len(windows)
+            progress(f"comparing, {int(10 * done) * 10} %", 0.2 + 0.8 * done)
+            _score(comparison, pair, window, (reference, other), number)
+    return comparison.summary()
+
+
+def _part(progress: ProgressCallback, label: str, start: float, share: float) -> Callable[[str, float], None]:
+    return lambda text, done: progress(f"{label}: {text}", start + share * done)
+
+
+def _score(
+    comparison: Comparison,
+    pair: list[tuple[Runner, tuple[KVGroup, ...]]],
+    window: np.ndarray,
+    models: tuple[Prepared, Prepared],
+    number: int,
+) -> None:
+    """Compute a window with both models and take in its second half."""
+    for chunks in zip(*(_logits(runner, groups, window) for runner, groups in pair), strict=True):
+        (rows, first), (_, second) = chunks
+        try:
+            comparison.add(first, second, window[rows + 1])
+        except NotFiniteError as exc:
+            path = models[not exc.of_reference].model.path
+            place = f"window {number + 1}, position {rows[exc.row]}"
+            raise QualityError(f"{path} gives logits that are not finite ({place})") from None
+
+
+def _logits(
+    runner: Runner, groups: tuple[KVGroup, ...], window: np.ndarray
+) -> Iterator[tuple[np.ndarray, np.ndarray]]:
+    """(positions int [L], logits float32 [L, V]) of the scored ones, chunk by chunk.
+
+    The logits are valid until the next chunk is asked for. The last position is not scored: no token
+    follows it.
+    """
+    scored = np.arange(len(window) // 2, len(window) - 1)
+    for batch in batches(groups, window, scored):
+        rows = batch.positions[batch.logits_rows]
+        runner.submit(batch)
+        result = runner.wait()
+        assert result is not None
+        if result.error is not None or result.logits is None:
+            raise QualityError(f"computing failed: {result.error}")
+        yield rows, result.logits
+
+
+def _report(
+    wanted: Comparand, reference: Prepared, other: Prepared, windows: int, found: Summary
+) -> dict[str, Any]:
+    """The comparison for a program to read."""
+    models = {
+        key: {
+            "path": str(model.model.path),
+            "quantization": quantization(model.gguf),
+            "size_bytes": model.model.path.stat().st_size,
+            "perplexity": dataclasses.asdict(ppl),
+        }
+        for key, model, ppl in (
+            ("reference", reference, found.reference_ppl),
+            ("other", other, found.other_ppl),
+        )
+    }
+    return {
+        "text": None if wanted.text is None else str(wanted.text),
+        "ctx": wanted.ctx,
+        "windows": windows,
+        "tokens_scored": found.tokens,
+        **models,
+        "ppl_ratio": dataclasses.asdict(found.ppl_ratio),
+        "kl": {
+            "mean": found.kl_mean.value,
+            "mean_error": found.kl_mean.error,
+            "p90": found.kl_p90,
+            "p99": found.kl_p99,
+            "max": found.kl_max,
+        },
+        "top1_agreement": found.top1,
+    }
+
+
+def _show(reference: Prepared, other: Prepared, windows: np.ndarray, found: Summary) -> None:
+    header = ("", "reference", "other")
+    models = (reference, other)
+    rows = [
+        ("model", *(m.model.name for m in models)),
+        ("format", *(quantization(m.gguf) for m in models)),
+        ("size", *(format_size(m.model.path.stat().st_size) for m in models)),
+        ("perplexity", _plus_minus(found.reference_ppl, 4), _plus_minus(found.other_ppl, 4)),
+        ("perplexity ratio", "", _plus_minus(found.ppl_ratio, 5)),
+        ("KL divergence, mean", "", f"{_plus_minus(found.kl_mean, 6)} nats"),
+        ("  90 % are below", "", f"{found.kl_p90:.6f}"),
+        ("  99 % are below", "", f"{found.kl_p99:.6f}"),
+        ("  largest", "", f"{found.kl_max:.6f}"),
+        ("same likeliest token", "", f"{100 * found.top1:.2f} %"),
+        ("tokens scored", "", f"{found.tokens:,} in {len(windows):,} windows of {windows.shape[1]:,}"),
+    ]
+    if not sys.stdout.isatty():
+        print_table(header, rows)
+        return
+    from rich.console import Console
+    from rich.markup import escape
+    from rich.table import Table
+
+    table = Table(box=None, header_style="dim", pad_edge=False)
+    for column in header:
+        table.add_column(column)
+    for row in rows:
+        table.add_row(*(escape(cell) for cell in row))
+    Console(highlight=False).print(table)
+
+
+def _plus_minus(estimate: Estimate, digits: int) -> str:
+    return f"{estimate.value:.{digits}f} ± {estimate.error:.{digits}f}"

@@ -1,0 +1,347 @@
+"""Comparing two models: the numbers against plain references, and the command as a user meets it."""
+
+from __future__ import annotations
+
+import importlib.resources
+import json
+import math
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import tiny_models
+from click.testing import CliRunner, Result
+from gguf_tools import Raw
+from hypothesis import given
+from hypothesis import strategies as st
+from hypothesis.extra import numpy as hnp
+from tiny_models import libllama_logits, tiny_model
+
+import cli
+from hetero import windows
+from hetero.commands import quality as command
+from hetero.config import Settings
+from hetero.text.tokenizer import Tokenizer
+from quant.quality import Bounds, Comparison, Estimate, NotFiniteError, Summary
+
+ROUNDING = 1e-12  # relative to the logits: float64 has 2^-53 for each of some 1e3 operations
+
+
+def log_softmax(logits: np.ndarray) -> np.ndarray:
+    """[L, V], in long doubles where the machine has them."""
+    x = logits.astype(np.longdouble)
+    x = x - x.max(axis=1, keepdims=True)
+    return x - np.log(np.exp(x).sum(axis=1, keepdims=True))
+
+
+def reference(first: np.ndarray, second: np.ndarray, targets: np.ndarray) -> dict[str, Any]:
+    """What the definitions say, written out."""
+    p, q = log_softmax(first), log_softmax(second)
+    rows = np.arange(len(targets))
+    kl = (np.exp(p) * (p - q)).sum(axis=1)
+    same = [int(np.argmax(a)) == int(np.argmax(b)) for a, b in zip(first, second, strict=True)]
+    return {"nll": (-p[rows, targets], -q[rows, targets]), "kl": kl, "top1": sum(same) / len(same)}
+
+
+@st.composite
+def comparisons(draw: st.DrawFn) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+    rows, width = draw(st.integers(1, 11)), draw(st.integers(1, 40))
+    scale = draw(st.sampled_from([1e-3, 1.0, 30.0, 1e4]))
+    values = st.floats(-1, 1, width=32)
+    first, second = (draw(hnp.arrays(np.float32, (rows, width), elements=values)) for _ in range(2))
+    targets = draw(hnp.arrays(np.int64, rows, elements=st.integers(0, width - 1)))
+    return first * np.float32(scale), second * np.float32(scale), targets
+
+
+def compared(first: np.ndarray, second: np.ndarray, targets: np.ndarray) -> Summary:
+    comparison = Comparison()
+    comparison.add(first, second, targets)
+    comparison.check_invariants()
+    return comparison.summary()
+
+
+@given(comparisons())
+def test_all_numbers_are_what_the_definitions_say(case):
+    first, second, targets = case
+    want, found = reference(*case), compared(*case)
+    bound = ROUNDING * max(1.0, float(np.abs(first).max()), float(np.abs(second).max()))
+    kl = want["kl"].astype(float)
+    assert found.tokens == len(targets)
+    assert found.top1 == want["top1"]
+    assert found.kl_mean.value == pytest.approx(kl.mean(), abs=bound)
+    assert found.kl_p90 == pytest.approx(np.quantile(kl, 0.9), abs=bound)
+    assert found.kl_p99 == pytest.approx(np.quantile(kl, 0.99), abs=bound)
+    assert found.kl_max == pytest.approx(kl.max(), abs=bound) and found.kl_max >= 0
+    for estimate, nll in zip((found.reference_ppl, found.other_ppl), want["nll"], strict=True):
+        with np.errstate(over="ignore"):
+            ppl = float(np.exp(nll.astype(float).mean()))
+        assert estimate.value == pytest.approx(ppl, rel=bound)
+
+
+@given(comparisons(), st.integers(1, 5))
+def test_cutting_into_chunks_changes_nothing(case, size: int):
+    comparison = Comparison()
+    for start in range(0, len(case[2]), size):
+        comparison.add(*(part[start : start + size] for part in case))
+        comparison.check_invariants()
+    assert comparison.summary() == compared(*case)
+
+
+@given(comparisons())
+def test_a_model_is_no_distance_from_itself(case):
+    found = compared(case[0], case[0].copy(), case[2])
+    assert (found.kl_mean, found.kl_max, found.top1) == (Estimate(0.0, 0.0), 0.0, 1.0)
+    assert found.reference_ppl == found.other_ppl
+    assert found.ppl_ratio == Estimate(1.0, 0.0)
+
+
+def test_known_values():
+    even, sure = np.zeros((3, 8), np.float32), np.zeros((3, 8), np.float32)
+    sure[:, 2] = math.log(7)  # half of the probability
+    found = compared(even, sure, np.array([2, 2, 0]))
+    assert found.reference_ppl.value == pytest.approx(8)
+    assert found.reference_ppl.error == pytest.approx(0, abs=1e-12)
+    assert found.other_ppl.value == pytest.approx((2 * 2 * 14) ** (1 / 3))
+    logs = [math.log(2), math.log(2), math.log(14)]
+    assert found.other_ppl.error == pytest.approx(found.other_ppl.value * np.std(logs, ddof=1) / 3**0.5)
+    assert found.kl_mean.value == pytest.approx(math.log(2 / 8) / 8 + 7 / 8 * math.log(14 / 8))
+    assert found.top1 == 0  # of equals, the first counts
+
+
+def test_nothing_added_has_no_summary():
+    comparison = Comparison()
+    comparison.add(*[np.empty((0, 4), np.float32)] * 2, np.empty(0, np.int64))
+    comparison.check_invariants()
+    assert comparison.tokens == 0
+    with pytest.raises(ValueError, match="no positions"):
+        comparison.summary()
+
+
+@pytest.mark.parametrize("value", [math.nan, math.inf, -math.inf])
+@pytest.mark.parametrize("of_reference", [True, False])
+def test_logits_that_are_not_finite_are_refused(value: float, of_reference: bool):
+    good, bad = np.zeros((3, 4), np.float32), np.zeros((3, 4), np.float32)
+    bad[1, 2] = value
+    comparison = Comparison()
+    with pytest.raises(NotFiniteError) as caught:
+        comparison.add(*((bad, good) if of_reference else (good, bad)), np.zeros(3, int))
+    assert (caught.value.of_reference, caught.value.row) == (of_reference, 1)
+    assert comparison.tokens == 0
+
+
+FOUND = Summary(
+    9, Estimate(10, 1), Estimate(11, 1), Estimate(1.1, 0.1), Estimate(0.05, 0.0), 0.1, 0.2, 0.3, 0.9
+)
+
+
+@pytest.mark.parametrize(
+    ("bounds", "named"),
+    [
+        (Bounds(), []),
+        (Bounds(max_kl=0.05, max_ppl_ratio=1.1, min_top1=0.9), []),
+        (Bounds(max_kl=0.049), ["--max-kl 0.049: "]),
+        (Bounds(max_ppl_ratio=1.09), ["--max-ppl-ratio 1.09: "]),
+        (Bounds(min_top1=0.91), ["--min-top1 0.91: "]),
+        (Bounds(0.0, 1.0, 1.0), ["--max-kl 0: ", "--max-ppl-ratio 1: ", "--min-top1 1: "]),
+        (
+            Bounds(math.nan, math.nan, math.nan),
+            ["--max-kl nan: ", "--max-ppl-ratio nan: ", "--min-top1 nan: "],
+        ),
+    ],
+)
+def test_bounds(bounds: Bounds, named: list[str]):
+    lines = bounds.broken(FOUND)
+    assert [line[: len(name)] for line, name in zip(lines, named, strict=True)] == named
+
+
+# The command, on real and on tiny models
+
+
+def run(*arguments: object) -> Result:
+    return CliRunner().invoke(cli.main, ["quality", *map(str, arguments)], catch_exceptions=False)
+
+
+def report(*arguments: object) -> dict[str, Any]:
+    result = run(*arguments, "--json")
+    assert result.exit_code == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+def assert_one_line(result: Result, *words: str) -> None:
+    assert (result.exit_code, result.stdout) == (1, "")
+    assert result.stderr.startswith("hetero: ") and result.stderr.count("\n") == 1, result.stderr
+    assert [w for w in words if w not in result.stderr] == []
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    path = tmp_path_factory.mktemp("text") / "text.txt"
+    path.write_text("the ring in the sea and her ear <|im_end|> near the inner tree. " * 48, encoding="utf-8")
+    return path
+
+
+def q4_0(values: np.ndarray) -> Raw:
+    """Rows of whole 32-element blocks [rows, k], encoded the simplest way: scale f16, 16 bytes of nibbles."""
+    blocks = values.reshape(-1, 32)
+    scale = (np.abs(blocks).max(axis=1, keepdims=True) / 7).astype(np.float16)
+    codes = np.clip(np.rint(blocks / scale.astype(np.float32)) + 8, 0, 15).astype(np.uint8)
+    data = np.concatenate([scale.view(np.uint8), codes[:, :16] | codes[:, 16:] << 4], axis=1)
+    return Raw("Q4_0", values.shape[::-1], data.tobytes())
+
+
+def quantized_copy(path: Path, monkeypatch: pytest.MonkeyPatch, **options: Any) -> Path:
+    """The model that tiny_model makes, its matrices as Q4_0."""
+    made = tiny_models.random_tensor
+
+    def random_tensor(rng, shape, type_name, deviation):
+        values = made(rng, shape, type_name, deviation)
+        assert isinstance(values, np.ndarray)
+        return q4_0(values)
+
+    monkeypatch.setattr(tiny_models, "random_tensor", random_tensor)
+    return tiny_model(path, **options)
+
+
+@pytest.mark.parametrize("arch", ["llama", "gemma3"])
+def test_the_numbers_are_those_of_libllamas_logits(arch: str, tmp_path: Path, text: Path):
+    """Windows, BOS, the scored half and what follows each position, checked from outside."""
+    paths = [tiny_model(tmp_path / f"{seed}.gguf", arch, seed) for seed in (1, 2)]
+    found = report(*paths, "--text", text, "--tokens", 310, "--ctx", 100)
+    tokenizer = Tokenizer(paths[0])
+    ids = tokenizer.encode(text.read_text(encoding="utf-8"), parse_special=False, add_special=True)
+    parts: list[list[np.ndarray]] = [[], [], []]
+    for start in (0, 100, 200):
+        window = ids[start : start + 100]
+        if arch == "gemma3":
+            window[0] = tokenizer.bos_id
+        for part, path in zip(parts, paths, strict=False):
+            part.append(libllama_logits(path, window)[50:99])
+        parts[2].append(np.array(window[51:]))
+    want = compared(*(np.concatenate(part) for part in parts))
+    assert (found["windows"], found["tokens_scored"], want.tokens) == (3, 147, 147)
+    # an f16 cache against libllama's f32 one
+    assert found["reference"]["perplexity"]["value"] == pytest.approx(want.reference_ppl.value, rel=1e-3)
+    assert found["other"]["perplexity"]["value"] == pytest.approx(want.other_ppl.value, rel=1e-3)
+    assert found["kl"]["mean"] == pytest.approx(want.kl_mean.value, rel=1e-3)
+    assert found["kl"]["max"] == pytest.approx(want.kl_max, rel=1e-2)
+    assert found["top1_agreement"] == pytest.approx(want.top1, abs=2 / 147)
+
+
+def test_a_quantized_model_is_near_and_limits_gate_it(tmp_path: Path, text: Path, monkeypatch):
+    # With so small a vocabulary the chunks without logits need the largest compute buffer: it moves.
+    full = tiny_model(tmp_path / "f32.gguf")
+    small = quantized_copy(tmp_path / "q4_0.gguf", monkeypatch)
+    arguments = (full, small, "--text", text, "--tokens", 256, "--ctx", 128)
+    found = report(*arguments, "--max-kl", 1, "--max-ppl-ratio", 2, "--min-top1", 0.2)
+    assert 0 < found["kl"]["mean"] < found["kl"]["p90"] < found["kl"]["p99"] <= found["kl"]["max"] < 2
+    assert 0.5 < found["top1_agreement"] < 1
+    assert (found["reference"]["quantization"], found["other"]["quantization"]) == ("F32", "Q4_0")
+    assert found["broken"] == []
+
+    failed = run(*arguments, "--max-kl", 1e-6, "--min-top1", 1, "--max-ppl-ratio", 2, "--json")
+    assert failed.exit_code == 1
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("hetero: ")]
+    assert [line.split()[1] for line in lines] == ["--max-kl", "--min-top1"]
+    assert len(json.loads(failed.stdout)["broken"]) == 2
+
+
+def test_smollm2_against_itself(smollm2_path: Path):
+    found = report(smollm2_path, smollm2_path, "--tokens", 256, "--ctx", 256, "--max-kl", 0, "--min-top1", 1)
+    assert (found["kl"]["mean"], found["kl"]["max"], found["top1_agreement"]) == (0, 0, 1)
+    assert found["reference"] == found["other"]
+    assert 5 < found["reference"]["perplexity"]["value"] < 60
+    assert (found["tokens_scored"], found["text"]) == (127, None)
+
+
+def test_a_windowed_pool_smaller_than_the_text_gives_the_same(tmp_path: Path, text: Path, monkeypatch):
+    paths = [tiny_model(tmp_path / f"{i}.gguf", "gemma3", i, n_ctx=2048, sliding_window=16) for i in (1, 2)]
+    arguments = (*paths, "--text", text, "--tokens", 1800, "--ctx", 1800)
+    whole = report(*arguments)
+    monkeypatch.setattr(windows, "CHUNK", 16)
+    prepared = windows.prepare_model(Settings(), str(paths[0]), 1800)
+    assert min(group.num_blocks for group in prepared.plan.groups) * 16 < 1700  # its blocks are used again
+    assert report(*arguments)["kl"] == pytest.approx(whole["kl"], rel=1e-4)
+
+
+def test_the_table_says_all(tmp_path: Path, text: Path):
+    model = tiny_model(tmp_path / "tiny.gguf")
+    result = run(model, model, "--text", text, "--tokens", 64, "--ctx", 64)
+    assert result.exit_code == 0
+    wanted = (
+        "tiny",
+        "F32",
+        "perplexity",
+        "±",
+        "nats",
+        "90 %",
+        "99 %",
+        "largest",
+        "100.00 %",
+        "31 in 1 windows",
+    )
+    assert [w for w in wanted if w not in result.stdout] == []
+    assert "the reference: loading" in result.stderr and "comparing" in result.stderr
+
+
+def test_different_vocabularies_are_refused(tmp_path: Path, text: Path):
+    first = tiny_model(tmp_path / "a.gguf")
+    longer = tiny_model(tmp_path / "b.gguf", "gemma3")
+    assert_one_line(run(first, longer, "--text", text), "a.gguf", "b.gguf", "311 and 353 tokens")
+
+    tokens = list(tiny_models.bpe_vocab()["tokenizer.ggml.tokens"])
+    tokens[7], tokens[8] = tokens[8], tokens[7]
+    swapped = tiny_model(tmp_path / "c.gguf", metadata={"tokenizer.ggml.tokens": tokens})
+    assert_one_line(run(first, swapped, "--text", text), "token 7 is ", repr(tokens[8]), repr(tokens[7]))
+
+
+def test_bad_input_is_one_line(tmp_path: Path, text: Path):
+    model = tiny_model(tmp_path / "tiny.gguf")
+    (tmp_path / "binary").write_bytes(b"\xff\xfe\x00")
+    (tmp_path / "short").write_text("the ring")
+    (tmp_path / "notes.gguf").write_text("hello")
+    assert_one_line(run(model, tmp_path / "none.gguf"), "none.gguf", "no such file")
+    assert_one_line(run(tmp_path / "notes.gguf", model), "notes.gguf", "not a GGUF file")
+    assert_one_line(run(model, model, "--text", tmp_path / "none"), "--text", "none", "No such file")
+    assert_one_line(run(model, model, "--text", tmp_path), "--text", str(tmp_path))
+    assert_one_line(run(model, model, "--text", tmp_path / "binary"), "--text", "binary")
+    assert_one_line(
+        run(model, model, "--text", tmp_path / "short"), "tokens, less than one window of --ctx 512"
+    )
+    assert_one_line(run(model, model, "--ctx", 1024), "--ctx 1024", "tiny.gguf", "512")
+    assert_one_line(run(model, model, "--device", "CUDA9"), "CUDA9")
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        (),
+        ("a.gguf",),
+        ("a.gguf", "b.gguf", "--tokens", 100),
+        ("a.gguf", "b.gguf", "--tokens", 0),
+        ("a.gguf", "b.gguf", "--ctx", 4),
+        ("a.gguf", "b.gguf", "--max-kl", -1),
+        ("a.gguf", "b.gguf", "--min-top1", 90),
+        ("a.gguf", "b.gguf", "--max-ppl-ratio", "x"),
+    ],
+)
+def test_bad_usage_is_exit_code_2(arguments: tuple[object, ...]):
+    result = run(*arguments)
+    assert (result.exit_code, result.stdout) == (2, "") and result.stderr
+
+
+def test_two_models_that_do_not_fit_together(tmp_path: Path, monkeypatch):
+    prepared = windows.prepare_model(Settings(), str(tiny_model(tmp_path / "tiny.gguf")), 64)
+    command.check_memory(prepared, prepared)
+    tight = replace(prepared, plan=replace(prepared.plan, free_bytes=prepared.plan.total_bytes))
+    with pytest.raises(command.LaunchError, match="not enough memory on CPU for both"):
+        command.check_memory(tight, tight)
+
+
+def test_the_packaged_text_is_long_and_plain(smollm2_path: Path):
+    body = (importlib.resources.files("hetero") / "data" / "quality.txt").read_text(encoding="utf-8")
+    assert 20_000 < len(body.encode()) < 30_000
+    ids = windows.read_tokens(Tokenizer(smollm2_path), None, 100_000)
+    assert len(ids) > 12 * 512
+    assert body.isprintable() or {c for c in body if not c.isprintable()} == {"\n"}
