@@ -25,6 +25,7 @@ ENVIRONMENT = {
     "HETERO_CACHE_DIR": "Folder of compiled kernels. Default: `hetero` in the user's cache folder.",
     "HETERO_MODELS": "Folder of models known by name. Default: `hetero/models` in the user's data folder.",
     "HETERO_GGML_LIBS": "Folder of another ggml build to load in place of the one in llama-cpp-python.",
+    "HETERO_CPU_LEVEL": "Use the kernels of a lesser CPU than this one: avx_vnni, avx2 or generic.",
 }
 
 
