@@ -10,9 +10,10 @@ kernel, since results must not depend on the batch, so ours has to be no slower 
     avx2          likewise, with a ggml built for AVX2
 
 Medians of one to five runs, on a machine with other work: repeat them before concluding from a few percent.
-With one token F16, F32 and BF16 only read memory, ours as fast as ggml's; from there on they differ (BF16 at
-avx512_vnni loses to avx512_bf16 from 16 tokens on). F16 at one token is 0.93 of a ggml kernel that could not be
-used as it is: its bits for one row are not those for two, so graphs would be padded to two (see ggml/probe.py).
+With one token F16, F32 and BF16 only read memory, ours as fast as ggml's; from there on they differ (BF16
+at avx512_vnni loses to avx512_bf16 from 16 tokens on). F16 at one token is 0.93 of a ggml kernel that could
+not be used as it is: its bits for one row are not those for two, so graphs would be padded to two (see
+ggml/probe.py).
 """
 
 from __future__ import annotations
