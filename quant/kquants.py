@@ -17,9 +17,9 @@ LEVELS = np.array([-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 
 def unpack_scales(raw: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """The 8 six-bit scales and 8 mins of Q4_K and Q5_K: uint8 [n, 12] to two uint8 [n, 8].
 
-        byte s      (s = 0 .. 3)   bits 0-5 scale s,   bits 6-7 bits 4-5 of scale s + 4
-        byte 4 + s                 bits 0-5 min s,     bits 6-7 bits 4-5 of min s + 4
-        byte 8 + s                 bits 0-3 of scale s + 4 (low nibble) and of min s + 4 (high nibble)
+    byte s      (s = 0 .. 3)   bits 0-5 scale s,   bits 6-7 bits 4-5 of scale s + 4
+    byte 4 + s                 bits 0-5 min s,     bits 6-7 bits 4-5 of min s + 4
+    byte 8 + s                 bits 0-3 of scale s + 4 (low nibble) and of min s + 4 (high nibble)
     """
     a, b, c = raw[:, 0:4], raw[:, 4:8], raw[:, 8:12]
     scales = np.concatenate([a & 63, (c & 15) | (a >> 6 << 4)], axis=1)
