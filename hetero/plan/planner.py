@@ -168,6 +168,8 @@ def _choose_tokens(
     most = _round_up(limits.max_num_seqs * context)
     if limits.kv_memory:
         tokens = max(BLOCK_SIZE, _tokens_in(facts, limits, limits.kv_memory, most))
+        if tokens >= most:
+            return most, [f"KV cache: {limits.max_num_seqs} requests of {context} tokens; more is never used"]
         return tokens, [f"KV cache: what fits in --kv-memory ({format_size(limits.kv_memory)})"]
     least = _round_up(context if limits.ctx else min(context, MIN_CONTEXT))
     tokens = _tokens_in(facts, limits, min(share, room), most)

@@ -180,3 +180,17 @@ def test_the_plan_bounds_what_a_loaded_stage_holds(fixture: str, request: pytest
     assert 0 <= held["kv"] - planned.kv_bytes <= 1 << 20  # alignment
     assert 0.9 * planned.weight_bytes < held["weights"] <= planned.weight_bytes
     assert held["compute"] <= planned.compute_bytes
+
+
+def test_memory_beyond_any_use_is_not_claimed() -> None:
+    limits = Limits(ctx=0, kv_memory=900 << 30, kv_tokens=0, max_num_seqs=4, max_num_batched_tokens=64)
+    facts = ModelFacts(
+        n_ctx_train=1024,
+        layer_windows=(None,),
+        kv_bytes_per_token=(64,),
+        weight_bytes=1 << 20,
+        compute_bytes=1 << 20,
+    )
+    plan = make_plan(facts, "CPU", 1 << 40, limits)
+    assert plan.kv_tokens == 4 * 1024
+    assert any("4 requests of 1024 tokens" in reason for reason in plan.reasons)
