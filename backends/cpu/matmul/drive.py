@@ -96,12 +96,7 @@ def compiled_matmul(type_id: int):
                             multiply_tile(type_id, 1, (np.int64(size), w, source, q, a, s, out, count))
                         else:
                             multiply_tile(type_id, 0, (np.int64(size), w, source, q, a, s, out, count))
-                _store_panel(
-                    rows,
-                    y + begin * y_row_bytes + 128 * panel,
-                    y_row_bytes,
-                    np.int64(end - begin),
-                    np.int64(m - 32 * panel),
-                )
+                target = y + begin * y_row_bytes + 128 * panel
+                _store_panel(rows, target, y_row_bytes, np.int64(end - begin), np.int64(m - 32 * panel))
 
     return matmul
