@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 
 from backends.cpu.graph import CpuGraphBuilder
@@ -39,13 +40,15 @@ class CpuLayers:
     ):
         """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix."""
         self._config, self._device = config, device
-        matrices = [n for n in names if len(gguf.tensors[n].shape) == 2 and (n != EMBEDDING or n == head)]
+        matrices = [n for n in names if len(gguf.tensors[n].shape) > 1 and (n != EMBEDDING or n == head)]
         ours = [n for n in matrices if packable(gguf, n)]
         theirs = [n for n in matrices if n not in ours]
         verdicts = probe(gguf.tensors[n].type for n in theirs)
         buffers = {t: _choose(verdicts, t, device) for t in {gguf.tensors[n].type for n in theirs}}
-        self.min_rows = max((rows for _, rows in buffers.values()), default=1)
-        extra = {n: buffers[gguf.tensors[n].type][0] for n in theirs if n != EMBEDDING or not lookup}
+        flat = [n for n in theirs if len(gguf.tensors[n].shape) == 2]  # what the verdicts are about
+        _fix_experts_bits(verdicts, {gguf.tensors[n].type for n in theirs if n not in flat})
+        self.min_rows = max((buffers[gguf.tensors[n].type][1] for n in flat), default=1)
+        extra = {n: buffers[gguf.tensors[n].type][0] for n in flat if n != EMBEDDING or not lookup}
         plain = [n for n in names if n not in ours or (n == EMBEDDING and lookup)]
         self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
         self._packed = PackedWeights(gguf, ours, device.threads, progress)
@@ -58,6 +61,16 @@ class CpuLayers:
     def close(self) -> None:
         self.kv.close()
         self.weights.close()
+
+
+def _fix_experts_bits(verdicts: Verdicts, types: set[int]) -> None:
+    """Keep ggml from a kernel that it takes for experts with 8 rows or more, where that gives other bits.
+
+    No padding could help: how many rows an expert gets is up to the tokens. ggml reads the variable once, at
+    its first product in this process.
+    """
+    if any(verdicts[t, PLAIN] > 1 for t in types):
+        os.environ.setdefault("GGML_CPU_TILED_MM", "0")
 
 
 def _choose(verdicts: Verdicts, type_id: int, device: Device) -> tuple[int | None, int]:
