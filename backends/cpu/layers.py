@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Sequence
 
 from backends.cpu.graph import CpuGraphBuilder
@@ -11,7 +10,7 @@ from backends.cpu.pools import CpuKV
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.probe import PLAIN, Verdicts, probe
+from backends.ggml.probe import PLAIN, Verdicts, probe, turn_off_tiles
 from backends.ggml.weights import Progress, Weights
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
@@ -46,7 +45,9 @@ class CpuLayers:
         verdicts = probe(gguf.tensors[n].type for n in theirs)
         buffers = {t: _choose(verdicts, t, device) for t in {gguf.tensors[n].type for n in theirs}}
         flat = [n for n in theirs if len(gguf.tensors[n].shape) == 2]  # what the verdicts are about
-        _fix_experts_bits(verdicts, {gguf.tensors[n].type for n in theirs if n not in flat})
+        for type_id in {gguf.tensors[n].type for n in theirs if n not in flat}:
+            if verdicts[type_id, PLAIN] > 1:  # and padding does not help: routers set the number of rows
+                turn_off_tiles(device, type_id)
         self.min_rows = max((buffers[gguf.tensors[n].type][1] for n in flat), default=1)
         extra = {n: buffers[gguf.tensors[n].type][0] for n in flat if n != EMBEDDING or not lookup}
         plain = [n for n in names if n not in ours or (n == EMBEDDING and lookup)]
@@ -61,16 +62,6 @@ class CpuLayers:
     def close(self) -> None:
         self.kv.close()
         self.weights.close()
-
-
-def _fix_experts_bits(verdicts: Verdicts, types: set[int]) -> None:
-    """Keep ggml from a kernel that it takes for experts with 8 rows or more, where that gives other bits.
-
-    No padding could help: how many rows an expert gets is up to the tokens. ggml reads the variable once, at
-    its first product in this process.
-    """
-    if any(verdicts[t, PLAIN] > 1 for t in types):
-        os.environ.setdefault("GGML_CPU_TILED_MM", "0")
 
 
 def _choose(verdicts: Verdicts, type_id: int, device: Device) -> tuple[int | None, int]:

@@ -154,7 +154,7 @@ def row_bytes(kind, k):
 
 @njit(nogil=True, cache=True)
 def _copy_token(kind, k, source, token, source_start, tokens, target, row, target_start, rows):
-    """Token `token` of a batch of `tokens` becomes row `row` of a segment of `rows`; starts of their tiles."""
+    """Token `token` of a batch of `tokens` becomes row `row` of a segment of `rows` (with tiles' starts)."""
     blocks, target_tile = k // BLOCK_ELEMENTS[kind], tile_size(target_start, rows)
     source_tile = tile_size(source_start, tokens)
     inputs = region_addresses(kind, source, token, source_start, tokens, k)
@@ -176,7 +176,7 @@ def _tile_start(row, rows):
 
 @njit(nogil=True, cache=True)
 def _copy_row(p, source, token, tile, tokens, out, row, first, last):
-    """All kinds of a token, whose tile starts at `tile`, to one row of the expert that has rows [first, last)."""
+    """All kinds of a token, whose tile starts at `tile`, to a row of the expert with rows [first, last)."""
     used, k = load_i64((p + 8 * P_USED,)), load_i64((p + 8 * P_K,))
     begin = first + (row - first) // SEGMENT * SEGMENT
     rows = min(SEGMENT, last - begin)
@@ -270,7 +270,6 @@ def arrange_operator(tensor, ith, nth, p):
     """ggml custom operator: source 0 quantized tokens, source 1 their routes."""
     out = load_i64((tensor + 8 * WORD_DATA,))
     arrange_share(p, source_of(tensor, 0), source_of(tensor, 1), out, np.int64(ith), np.int64(nth))
-
 
 
 __all__ = ["NUM_PARAMS", "arrange_operator", "route_operator", "table_words"]

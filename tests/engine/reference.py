@@ -43,7 +43,7 @@ def forward(
         h = norm(x, b + "ffn_norm")
         activate = _silu if family.activation == "silu" else _gelu_of_ggml if gelu_table else _gelu
         if c.n_expert:
-            f = _experts(h, w, b, c.n_expert_used, activate)
+            f = mixture(h, w, b, c.n_expert_used, activate)
         else:
             gate, up = h @ w[b + "ffn_gate.weight"].T, h @ w[b + "ffn_up.weight"].T
             f = (activate(gate) * up) @ w[b + "ffn_down.weight"].T
@@ -51,7 +51,7 @@ def forward(
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
 
 
-def _experts(
+def mixture(
     h: np.ndarray, w: dict[str, np.ndarray], b: str, used: int, activate: Callable[[np.ndarray], np.ndarray]
 ) -> np.ndarray:
     """Each token by its `used` most probable experts, of equals the first, weighed to a sum of one."""

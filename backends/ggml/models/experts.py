@@ -3,7 +3,8 @@
     p = softmax(router norm(x));  the U most probable experts of a token (of equals the lowest id) are used
     x + sum over them of  p_e / (sum of their p)  *  down_e(activation(gate_e norm(x)) * up_e norm(x))
 
-Source: Mixtral (arXiv 2401.04088), Qwen3 (arXiv 2505.09388) with norm_topk_prob; llm_graph_context::build_moe_ffn.
+Source: Mixtral (arXiv 2401.04088), Qwen3 (arXiv 2505.09388); build_moe_ffn of llama.cpp. ggml sorts stably
+up to 16 experts only; beyond, which of equals is used is up to the device.
 """
 
 from __future__ import annotations
