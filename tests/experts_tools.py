@@ -12,6 +12,7 @@ from driver import Driver
 from reference import _silu, mixture
 
 from backends.cpu.step import TOKENS
+from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import STATUS_SUCCESS, ggml
 from backends.ggml.models.experts import expert_weights
 from quant.blocks import dequantize
@@ -23,29 +24,38 @@ class ExpertLayer:
 
     def __init__(self, path: Path, threads: int = 2):
         self.driver = Driver(path, num_blocks=2, max_tokens=16, threads=threads)
-        self.config = self.driver.config
+        self.config, self.lib = self.driver.config, ggml()
+        self._graphs: dict[int, tuple[GraphBuilder, int, int, int]] = {}  # with their allocators
 
     def run(self, x: np.ndarray, rows: int | None = None) -> np.ndarray:
         """x float32 [T, n_embd], through a graph of `rows` rows (T if None), to [T, n_embd]."""
-        stage, lib = self.driver.stage, ggml()
-        g = stage._new_builder(rows or len(x))
-        source = g.input_f32(self.config.n_embd, g.rows)
-        result = g.expert_ffn(0, source)
-        g.finish([result])
-        allocator = lib.gallocr_new(stage.device.buffer_type)
-        assert lib.gallocr_alloc_graph(allocator, g.graph)
-        header = stage._layers.kv.header
-        header.words[TOKENS] = len(x)
-        header._counters[:] = 0
-        padded = np.zeros((g.rows, self.config.n_embd), np.float32)
+        graph, source, result = self.graph(rows or len(x))
+        padded = np.zeros((rows or len(x), self.config.n_embd), np.float32)
         padded[: len(x)] = x
-        lib.backend_tensor_set(source, padded.ctypes.data, 0, padded.nbytes)
-        assert lib.backend_graph_compute(stage.device.backend, g.graph) == STATUS_SUCCESS
-        out = np.empty_like(padded)
-        lib.backend_tensor_get(result, out.ctypes.data, 0, out.nbytes)
-        lib.gallocr_free(allocator)
-        lib.free(g.context)
-        return out[: len(x)]
+        self.lib.backend_tensor_set(source, padded.ctypes.data, 0, padded.nbytes)
+        self.compute(graph, len(x))
+        self.lib.backend_tensor_get(result, padded.ctypes.data, 0, padded.nbytes)
+        return padded[: len(x)]
+
+    def compute(self, graph: int, count: int) -> None:
+        """Run a graph that `graph` made on `count` rows."""
+        header = self.driver.stage._layers.kv.header
+        header.words[TOKENS] = count
+        header._counters[:] = 0
+        assert self.lib.backend_graph_compute(self.driver.stage.device.backend, graph) == STATUS_SUCCESS
+
+    def graph(self, rows: int) -> tuple[int, int, int]:
+        """(graph, its input, its output), made on first use."""
+        if rows not in self._graphs:
+            g = self.driver.stage._new_builder(rows)
+            source = g.input_f32(self.config.n_embd, rows)
+            result = g.expert_ffn(0, source)
+            g.finish([result])
+            allocator = self.lib.gallocr_new(self.driver.stage.device.buffer_type)
+            assert self.lib.gallocr_alloc_graph(allocator, g.graph)
+            self._graphs[rows] = (g, allocator, source, result)
+        g, _, source, result = self._graphs[rows]
+        return g.graph, source, result
 
     def exact(self, x: np.ndarray) -> np.ndarray:
         """What `run` should give, in float64 with the decoded weights."""
@@ -55,6 +65,9 @@ class ExpertLayer:
         return x + mixture(h, w, "blk.0.", self.config.n_expert_used, _silu)
 
     def close(self) -> None:
+        for g, allocator, _, _ in self._graphs.values():
+            self.lib.gallocr_free(allocator)
+            self.lib.free(g.context)
         self.driver.close()
 
 
