@@ -11,6 +11,7 @@ sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from driver import Driver
 from reference import _silu, mixture
 
+from backends.cpu.layers import NO_LAYOUT
 from backends.cpu.step import TOKENS
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import STATUS_SUCCESS, ggml
@@ -47,7 +48,7 @@ class ExpertLayer:
     def graph(self, rows: int) -> tuple[int, int, int]:
         """(graph, its input, its output), made on first use."""
         if rows not in self._graphs:
-            g = self.driver.stage._new_builder(rows)
+            g = self.driver.stage._layers.new_builder(rows, NO_LAYOUT)
             source = g.input_f32(self.config.n_embd, rows)
             result = g.expert_ffn(0, source)
             g.finish([result])

@@ -122,6 +122,8 @@ class DeviceTensors:
             lib.free(self._context)
             wanted = sum(lib.nbytes(h) for h in self.handles)
             raise DeviceError(f"device {device.info.name}: no memory for {wanted} bytes of KV cache")
+        if shapes and not device.is_cpu:  # the CPU's memory comes zeroed, and untouched until it is written
+            lib.backend_buffer_clear(self._buffer, 0)
         self.nbytes = lib.backend_buffer_get_size(self._buffer) if self._buffer else 0
 
     def close(self) -> None:

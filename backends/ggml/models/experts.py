@@ -59,8 +59,11 @@ def build_experts(g: GraphBuilder, layer: int, x: int) -> int:
     normed = lib.reshape_3d(ctx, normed, c.n_embd, 1, rows)
     active = g.activate(multiply(w.gate, normed), multiply(w.up, normed))
     outputs = lib.mul(ctx, multiply(w.down, active), shares)  # [n_embd, used, T]
-    to_slot, to_row = word_of(outputs, WORD_NB + 1), word_of(outputs, WORD_NB + 2)
-    slots = [lib.view_2d(ctx, outputs, c.n_embd, rows, to_row, slot * to_slot) for slot in range(used)]
+    to_slot, to_row, size = (word_of(outputs, WORD_NB + i) for i in (1, 2, 3))
+    slots = [
+        lib.view_4d(ctx, outputs, c.n_embd, rows, 1, 1, to_row, size, size, slot * to_slot)
+        for slot in range(used)
+    ]
     summed = slots[0]
     for slot in slots[1:]:
         summed = g.add(summed, slot)
