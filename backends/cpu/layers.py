@@ -82,6 +82,9 @@ class CpuLayers:
     def token_input(self, ids: np.ndarray) -> np.ndarray:
         return ids
 
+    def counters(self) -> dict[str, int]:
+        return {}
+
     def set_step(self, g: GraphBuilder, batch: BatchLike, layout: Layout, upload: object) -> None:
         self.kv.header.set(batch)
 

@@ -70,10 +70,16 @@ class DeviceLayers:
         self._windows: list[int | None] = [None] * len(num_blocks)
         for layer, g in group_of.items():
             self._windows[g] = config.layer_windows[layer]
+        self.in_place = self.gathered = 0  # parts of steps that were attended so
         self._used = [g in group_of.values() for g in range(len(num_blocks))]
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
-        return layouts.lay_out(batch, self._windows, self._used, self._num_blocks, rows)
+        layout = layouts.lay_out(batch, self._windows, self._used, self._num_blocks, rows)
+        for part in layout.parts:
+            everywhere = all(v for v, used in zip(part.views, self._used, strict=True) if used)
+            self.in_place += everywhere
+            self.gathered += not everywhere
+        return layout
 
     def largest_layout(self, rows: int) -> Layout:
         """A step whose graph needs as much memory as any: one sequence over the whole pool, gathered."""
@@ -109,6 +115,9 @@ class DeviceLayers:
         info = self._gguf.tensors[EMBEDDING]
         rows = self._gguf.tensor_data(EMBEDDING).reshape(-1, row_bytes(info.type, self._config.n_embd))
         return dequantize(info.type, rows[ids], (len(ids), self._config.n_embd))
+
+    def counters(self) -> dict[str, int]:
+        return {"attended_in_place": self.in_place, "attended_gathered": self.gathered}
 
     def set_step(self, g: Any, batch: BatchLike, layout: Layout, upload: Upload) -> None:
         assert isinstance(g, PagedGraphBuilder)

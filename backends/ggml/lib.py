@@ -98,7 +98,6 @@ SIGNATURES: dict[str, tuple] = {
     "view_4d": ("base", P, P, P, I64, I64, I64, I64, SIZE, SIZE, SIZE, SIZE),
     "backend_view_init": ("base", I32, P),
     "permute": ("base", P, P, P, I32, I32, I32, I32),
-    "transpose": ("base", P, P, P),
     "cont": ("base", P, P, P),
     "concat": ("base", P, P, P, P, I32),
     "set_rows": ("base", P, P, P, P, P),

@@ -52,6 +52,7 @@ class PagedPools:
             for nbytes in (self.key_bytes, self.value_bytes)
         ]
         self._tensors = DeviceTensors(device, shapes)
+        self._tensors.clear()  # what is masked is still multiplied, by zero: it must be finite
         self.keys = dict(zip(self.layers, self._tensors.handles[::2], strict=True))
         self.values = dict(zip(self.layers, self._tensors.handles[1::2], strict=True))
         self._context = ggml().context(2 * len(shapes))
@@ -119,15 +120,18 @@ def token_rows(context: int, pool: int, token_bytes: int) -> int:
     return reinterpret(context, pool, TYPE_F16, (width, slots, 1, 1), (F16_BYTES, token_bytes, size, size))
 
 
-def heads_of_tokens(context: int, tensor: int, heads: int, dim: int, span: int, sequences: int) -> int:
-    """f16 [dim, span, heads, sequences] of rows that lie as [sequences][span][heads][dim]."""
+def heads_of_tokens(
+    context: int, tensor: int, heads: int, dim: int, span: int, sequences: int, flipped: bool = False
+) -> int:
+    """f16 [dim, span, heads, sequences] of rows that lie as [sequences][span][heads][dim]; or `flipped`,
+    [span, dim, heads, sequences].
+    """
     token = F16_BYTES * heads * dim
+    shape, strides = (dim, span), (F16_BYTES, token)
+    if flipped:
+        shape, strides = shape[::-1], strides[::-1]
     return reinterpret(
-        context,
-        tensor,
-        TYPE_F16,
-        (dim, span, heads, sequences),
-        (F16_BYTES, token, F16_BYTES * dim, span * token),
+        context, tensor, TYPE_F16, (*shape, heads, sequences), (*strides, F16_BYTES * dim, span * token)
     )
 
 

@@ -155,33 +155,34 @@ class PagedGraphBuilder(GraphBuilder):
             part.rows * token,
             at * token,
         )
-        keys, values = (
-            self._tokens(inputs, group, source, pool, dim)
-            for source, pool, dim in zip(stored, pools, (c.head_dim_k, c.head_dim_v), strict=True)
-        )
+        keys = self._tokens(inputs, group, stored[0], pools[0], c.head_dim_k)
+        # flipped in the first view of the pool: it is the one that moves
+        values = self._tokens(inputs, group, stored[1], pools[1], c.head_dim_v, flipped=not self.flash)
         mask = inputs.masks[group]
         if self.flash:
             out = lib.flash_attn_ext(ctx, queries, keys, values, mask, c.attention_scale, 0.0, 0.0)
             lib.flash_attn_ext_set_prec(out, PRECISION_F32)
         else:
             scores = lib.soft_max_ext(ctx, lib.mul_mat(ctx, keys, queries), mask, c.attention_scale, 0.0)
-            flipped = lib.cont(ctx, lib.transpose(ctx, values))
-            out = lib.cont(ctx, lib.permute(ctx, lib.mul_mat(ctx, flipped, scores), 0, 2, 1, 3))
+            out = lib.mul_mat(ctx, lib.cont(ctx, values), scores)
+            out = lib.cont(ctx, lib.permute(ctx, out, 0, 2, 1, 3))
         return lib.reshape_2d(ctx, out, c.n_head * c.head_dim_v, part.sequences * part.rows)
 
-    def _tokens(self, inputs: _PartInputs, group: int, stored: int, pool: int, dim: int) -> int:
+    def _tokens(
+        self, inputs: _PartInputs, group: int, stored: int, pool: int, dim: int, flipped: bool = False
+    ) -> int:
         """f16 [dim, span, n_head_kv, sequences]: keys or values, in place or gathered."""
         part, heads = inputs.part, self.config.n_head_kv
         span = part.spans[group]
         if part.views[group]:
-            view = heads_of_tokens(self.context, stored, heads, dim, span, 1)
+            view = heads_of_tokens(self.context, stored, heads, dim, span, 1, flipped)
             inputs.views.append((view, pool, group))
             return view
         width, blocks = shape_of(pool)[:2]
         size = 4 * width * blocks
         rows = reinterpret(self.context, stored, TYPE_F32, (width, blocks, 1, 1), (4, 4 * width, size, size))
         gathered = self.lib.get_rows(self.context, rows, inputs.blocks[group])
-        return heads_of_tokens(self.context, gathered, heads, dim, span, part.sequences)
+        return heads_of_tokens(self.context, gathered, heads, dim, span, part.sequences, flipped)
 
     def _part_inputs(self, part: Part) -> _PartInputs:
         inputs = _PartInputs(part)

@@ -146,6 +146,10 @@ class GgmlStage:
             "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
         }
 
+    def counters(self) -> dict[str, int]:
+        """See base.StageBackend."""
+        return self._layers.counters()
+
     def close(self) -> None:
         """Free everything on the device. The stage cannot be used afterwards."""
         self._free_graphs()

@@ -11,7 +11,7 @@ from backends.base import DeviceSpec
 from backends.ggml.devices import open_device
 from backends.ggml.models import read_config
 from backends.ggml.stage import GgmlStage, StageSpec
-from hetero.batch import Batch
+from hetero.batch import Batch, BlockCopy
 from quant.gguf import open_gguf
 
 BLOCK = 16
@@ -42,7 +42,11 @@ class Driver:
         )
         self.stage = kind(self.gguf, self.config, open_device(device, threads), spec)
 
-    def step(self, sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> list[np.ndarray]:
+    def step(
+        self,
+        sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[np.ndarray]:
         """Compute (block table, start, token ids) of several sequences; logits of every token."""
         counts = [len(ids) for _, _, ids in sequences]
         cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -61,7 +65,7 @@ class Driver:
             context_lens=np.array([s + len(i) for _, s, i in sequences], np.int32),
             cu_seqlens_q=cu,
             logits_rows=np.arange(cu[-1], dtype=np.int32),
-            copies=[],
+            copies=list(copies),
         )
         self.stage.prepare(batch, None)
         logits = self.stage.compute().copy()
