@@ -58,12 +58,22 @@ class ExpertLayer:
         g, _, source, result = self._graphs[rows]
         return g.graph, source, result
 
+    def chosen(self, x: np.ndarray) -> np.ndarray:
+        """Ids of each row's experts [T, used], the most probable one first."""
+        router = _decoded(self.driver.gguf, expert_weights(0).router)
+        return np.argsort(-(self._normed(x) @ router.T), axis=1, kind="stable")[
+            :, : self.config.n_expert_used
+        ]
+
+    def _normed(self, x: np.ndarray) -> np.ndarray:
+        x = x.astype(np.float64)
+        weight = _decoded(self.driver.gguf, expert_weights(0).norm)
+        return x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm_eps) * weight
+
     def exact(self, x: np.ndarray) -> np.ndarray:
         """What `run` should give, in float64 with the decoded weights."""
         w = {name: _decoded(self.driver.gguf, name) for name in expert_weights(0)}
-        x = x.astype(np.float64)
-        h = x / np.sqrt((x**2).mean(-1, keepdims=True) + self.config.norm_eps) * w[expert_weights(0).norm]
-        return x + mixture(h, w, "blk.0.", self.config.n_expert_used, _silu)
+        return x + mixture(self._normed(x), w, "blk.0.", self.config.n_expert_used, _silu)
 
     def close(self) -> None:
         for g, allocator, _, _ in self._graphs.values():

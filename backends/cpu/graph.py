@@ -78,7 +78,7 @@ class CpuGraphBuilder(GraphBuilder):
         logits = self._multiply(tokens, x, (w.router,), None, shared)
         p = self._expert_parameters(gates, gates[0].k, gates[0].m)
         p[routing.P_SOURCE_KINDS] = _kind_bits(self.packed[name].kind for name in shared)
-        p[routing.P_KIND], p[routing.P_COUNTER] = down.kind, self.kv.header.counter_address(layer) + 8
+        p[routing.P_KIND], p[routing.P_COUNTER] = down.kind, self.kv.header.expert_counter_address(layer)
         p[routing.P_MODE] = linear.SILU if c.family.activation == "silu" else linear.GELU
         routes = self.custom(2 * used, rows, (logits,), routing.route_operator.address, p)
         words = used * int(p[routing.P_ROW]) // 4 + routing.table_words(used)
@@ -93,7 +93,7 @@ class CpuGraphBuilder(GraphBuilder):
         """What the operators of routing.py and experts.py have in common."""
         from backends.cpu import experts, routing
 
-        p = self._new_parameters(routing.NUM_PARAMS + experts.MATRIX_WORDS * len(matrices))
+        p = self._new_parameters(routing.P_MATRICES + experts.MATRIX_WORDS * len(matrices))
         p[routing.P_COUNT_AT], p[routing.P_SCRATCH] = self._count_at, self.kv.expert_scratch.ctypes.data
         p[routing.P_EXPERTS], p[routing.P_USED] = self.config.n_expert, self.config.n_expert_used
         p[routing.P_K], p[routing.P_WIDTH] = k, width

@@ -40,12 +40,11 @@ UNIT = 256  # columns: eight panels of weights, whole blocks of activations of e
 PRODUCT_BYTES = SEGMENT * UNIT * 2 * 4  # gate | up of a unit; before that, what a thread sorts with
 SCRATCH_BYTES = PRODUCT_BYTES + MATMUL_SCRATCH_BYTES  # of each thread
 
-# words of the operators' parameters, of which each uses some; the products are [k] -> [width] ...
-# (P_ROW: bytes of a row in all arranged kinds)
-(P_COUNT_AT, P_EXPERTS, P_USED, P_SCRATCH, P_ROW, P_K, P_WIDTH) = range(7)
-# ... activations there are, and those arranged (bits: 1 << BLOCKWISE, ...), or the kind to quantize to
+# Words of the operators' parameters, of which each uses some. K, WIDTH: of the products' inputs and outputs.
+# ROW: bytes of an arranged row, in all its kinds. Kinds, those of the tokens and of the arranged rows, are
+# bits (1 << BLOCKWISE, ...); KIND is the one that `gate` quantizes to. MODE: as in linear.py.
+(P_COUNT_AT, P_EXPERTS, P_USED, P_SCRATCH, P_K, P_WIDTH, P_ROW) = range(7)
 (P_SOURCE_KINDS, P_KINDS, P_KIND, P_MODE, P_COUNTER, P_MATRICES) = range(7, 13)
-NUM_PARAMS = P_MATRICES
 
 _SMALLEST_SUM = np.float32(SMALLEST_SUM)
 _TAKEN = np.float32(-1.0)
@@ -272,4 +271,4 @@ def arrange_operator(tensor, ith, nth, p):
     arrange_share(p, source_of(tensor, 0), source_of(tensor, 1), out, np.int64(ith), np.int64(nth))
 
 
-__all__ = ["NUM_PARAMS", "arrange_operator", "route_operator", "table_words"]
+__all__ = ["arrange_operator", "route_operator", "table_words"]

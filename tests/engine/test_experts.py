@@ -24,6 +24,7 @@ from backends.ggml.stage import GgmlStage
 # Of norms, without the residual. Activations are rounded to 8 bits twice, in blocks of 32 or of 256.
 LAYER_BOUNDS = {"F32": 1e-6, "Q8_0": 0.02, "Q5_1": 0.02, "Q4_K": 0.03, "Q6_K": 0.03}
 F32_BOUND = 1e-4  # of logits, as in test_logits.py
+PLAIN_BOUND = 2e-3  # ggml multiplies cached keys by queries rounded to f16; median over tokens, as below
 # Rounding also sends a token to another expert now and then, in libllama with flash attention as in ours:
 # errors are the median over tokens, with this much room for chance.
 SPREAD_ROOM = 1.25
@@ -71,6 +72,8 @@ def test_a_layer_is_that_of_numpy(tmp_path, type_name):
     layer = ExpertLayer(path)
     for count in (1, 2, 9, 40, 300):  # ALL has more rows than a segment of 300 tokens
         x = inputs(count, 256, seed=count)
+        ids = layer.chosen(x)
+        assert (ids == ALL).any(axis=1).all() and NOBODY not in ids
         error = relative(layer.run(x) - x, layer.exact(x) - x)
         print(f"{type_name}, {count} tokens: {error:.2g}")
         assert error <= LAYER_BOUNDS[type_name]
@@ -168,13 +171,11 @@ class PlainStage(GgmlStage):
 
 @pytest.mark.parametrize(("arch", "used"), [("llama", 2), ("qwen3moe", 5)])
 def test_a_stage_without_our_kernels_gives_the_same_logits(tmp_path, monkeypatch, arch, used):
-    monkeypatch.setattr(device_layers, "can_flash_attend", lambda *shape: False)  # it rounds queries to f16
+    monkeypatch.setattr(device_layers, "can_flash_attend", lambda *shape: False)  # it rounds more
     path, ids = tiny_model(tmp_path / "m.gguf", arch, n_experts=8, n_experts_used=used), token_ids(90)
     ours, plain = Driver(path), Driver(path, kind=PlainStage)
     for chunk in (1, 7, 90):
-        error = typical(plain.logits(ids, chunk), ours.logits(ids, chunk))
-        print(error)
-        assert error <= F32_BOUND
+        assert typical(plain.logits(ids, chunk), ours.logits(ids, chunk)) <= PLAIN_BOUND
     ours.close()
     plain.close()
 
