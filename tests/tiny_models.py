@@ -93,6 +93,9 @@ def random_tensor(
     if type_name in ("F32", "F16"):
         dtype = np.float32 if type_name == "F32" else np.float16
         return (rng.standard_normal(shape) * deviation).astype(dtype)
+    if type_name == "BF16":
+        values = (rng.standard_normal(shape) * deviation).astype(np.float32)
+        return Raw("BF16", shape[::-1], values.view(np.uint16)[..., 1::2].tobytes())
     fmt = GGML_TYPES[TYPE_IDS[type_name]]
     nbytes = math.prod(shape[:-1]) * row_bytes(TYPE_IDS[type_name], shape[-1])
     blocks = rng.integers(0, 256, (nbytes // fmt.nbytes, fmt.nbytes), np.uint8)

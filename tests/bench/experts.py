@@ -48,7 +48,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--types", default="Q4_K,Q5_K,Q6_K,Q8_0")
+    parser.add_argument("--types", default="Q4_K,Q5_K,Q6_K,Q8_0,BF16")
     parser.add_argument("--tokens", default="1,8,64,512")
     parser.add_argument("--experts", type=int, default=8)
     parser.add_argument("--used", type=int, default=2)
