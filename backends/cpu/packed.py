@@ -50,7 +50,7 @@ def _supported(gguf: GGUFFile, name: str) -> bool:
     k, m = info.shape[:2]
     if not matmul.supported(info.type, m, k):
         return False
-    if len(info.shape) == 3:  # of any format: a tenth slower at worst (BF16, one token), tests/bench/experts.py
+    if len(info.shape) == 3:  # any format: a tenth slower at worst (BF16, one token); tests/bench/experts.py
         return m % PANEL_ROWS == 0
     return kernel_for(info.type) == "ours"
 
