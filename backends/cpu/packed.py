@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
@@ -10,14 +11,16 @@ import numpy as np
 
 from backends.cpu import matmul
 from backends.cpu.matmul.choice import kernel_for
+from backends.cpu.matmul.layout import PANEL_ROWS
 from backends.cpu.step import aligned_empty
+from backends.ggml.models.experts import expert_group
 from backends.ggml.weights import Progress
 from quant.gguf import GGUFFile
 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One matrix [m][k] in the layout of matmul/layout.py."""
+    """One matrix [m][k] in the layout of matmul/layout.py, or one for each expert, one after the other."""
 
     type_id: int
     m: int
@@ -28,12 +31,27 @@ class PackedWeight:
     def kind(self) -> int:
         return matmul.activation_kind(self.type_id)
 
+    @property
+    def expert_nbytes(self) -> int:
+        return matmul.packed_nbytes(self.type_id, self.m, self.k)
+
 
 def packable(gguf: GGUFFile, name: str) -> bool:
-    """Whether our kernels multiply by this tensor on this CPU, no slower than ggml's."""
+    """Whether our kernels multiply by this tensor on this CPU, no slower than ggml's.
+
+    Of a layer with experts, the router and all experts go the same way.
+    """
+    group = expert_group(name)
+    return all(_supported(gguf, n) for n in group) if group else _supported(gguf, name)
+
+
+def _supported(gguf: GGUFFile, name: str) -> bool:
     info = gguf.tensors[name]
-    if len(info.shape) != 2 or not matmul.supported(info.type, info.shape[1], info.shape[0]):
+    k, m = info.shape[:2]
+    if not matmul.supported(info.type, m, k):
         return False
+    if len(info.shape) == 3:  # any format: a tenth slower at worst (BF16, one token); tests/bench/experts.py
+        return m % PANEL_ROWS == 0
     return kernel_for(info.type) == "ours"
 
 
@@ -58,11 +76,12 @@ class PackedWeights:
     @staticmethod
     def _pack(gguf: GGUFFile, name: str, threads: int, pool: ThreadPoolExecutor) -> PackedWeight:
         info = gguf.tensors[name]
-        k, m = info.shape
+        k, m, *experts = info.shape
+        rows = m * math.prod(experts)  # experts have whole panels
         source = gguf.tensor_data(name)
-        data = aligned_empty(matmul.packed_nbytes(info.type, m, k))
+        data = aligned_empty(matmul.packed_nbytes(info.type, rows, k))
         shares = [
-            pool.submit(matmul.pack, info.type, source.ctypes.data, m, k, data.ctypes.data, ith, threads)
+            pool.submit(matmul.pack, info.type, source.ctypes.data, rows, k, data.ctypes.data, ith, threads)
             for ith in range(threads)
         ]
         for share in shares:

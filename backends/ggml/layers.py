@@ -10,7 +10,13 @@ import numpy as np
 from backends.base import BatchLike
 from backends.ggml import attention_layout as layouts
 from backends.ggml.attention_layout import BLOCK_SIZE, GATHERED, Layout, Member, Part
-from backends.ggml.capabilities import can_flash_attend, can_look_up, can_multiply, can_store
+from backends.ggml.capabilities import (
+    can_flash_attend,
+    can_look_up,
+    can_multiply,
+    can_multiply_experts,
+    can_store,
+)
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import TYPE_F16
@@ -52,7 +58,8 @@ class DeviceLayers:
         for name in held:
             info = gguf.tensors[name]
             multiplied = len(info.shape) > 1 and (name != EMBEDDING or name == head)
-            if multiplied and not can_multiply(device, info.type):
+            can = can_multiply if len(info.shape) == 2 else can_multiply_experts
+            if multiplied and not can(device, info.type):
                 kind = GGML_TYPES[info.type].name
                 raise DeviceError(f"device {device.info.name}: cannot multiply by {name}, which is {kind}")
         if not can_store(device, TYPE_F16):

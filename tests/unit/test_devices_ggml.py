@@ -161,6 +161,7 @@ def test_the_cpu_can_do_what_ggml_has_kernels_for(cpu):
     for name in ("F32", "F16", "Q4_1", "Q5_K", "Q6_K", "Q8_0"):
         type_id = TYPE_IDS[name]
         assert capabilities.can_multiply(cpu, type_id) and capabilities.can_look_up(cpu, type_id)
+        assert capabilities.can_multiply_experts(cpu, type_id)
     assert capabilities.can_store(cpu, TYPE_F16)
     assert capabilities.can_flash_attend(cpu, 64, 64, 9, 3)
 
@@ -174,8 +175,9 @@ def test_a_device_is_asked_with_its_weights_in_its_own_buffer(cpu, monkeypatch):
 
     monkeypatch.setattr(ggml(), "backend_dev_supports_op", refuse)
     assert not capabilities.can_multiply(cpu, TYPE_F16)
+    assert not capabilities.can_multiply_experts(cpu, TYPE_F16)
     assert not capabilities.can_flash_attend(cpu, 64, 64, 9, 3)
-    assert asked == [cpu.handle] * 2
+    assert asked == [cpu.handle] * 3
 
 
 @pytest.mark.parametrize(

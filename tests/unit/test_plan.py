@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
 from hetero.config import Settings
 from hetero.launch import open_stages, prepare
@@ -225,6 +226,23 @@ def test_the_plan_bounds_what_loaded_stages_hold(fixture: str, split, request: p
         assert 0 <= held["kv"] - planned.kv_bytes <= 1 << 20  # alignment
         assert 0.9 * planned.weight_bytes < held["weights"] <= planned.weight_bytes
         assert held["compute"] <= planned.compute_bytes
+
+
+@pytest.mark.parametrize("used", [1, 6])
+@pytest.mark.parametrize("weight_type", ["F32", "Q8_0", "Q3_K"])  # the last is ggml's to multiply
+def test_the_plan_bounds_what_experts_take(tmp_path, used: int, weight_type: str):
+    shape = {"n_embd": 256, "n_ff": 256, "n_heads": 8, "head_dim": 32, "n_layers": 1}
+    path = tiny_model(
+        tmp_path / "m.gguf", n_experts=40, n_experts_used=used, weight_type=weight_type, **shape
+    )
+    settings = Settings(model=str(path), kv_tokens=1024, threads=1, max_num_seqs=4)
+    prepared = prepare(settings)
+    (planned,) = prepared.plan.stages
+    (stage,) = open_stages(prepared, settings, lambda text, done: None)
+    held = stage.memory()
+    stage.close()
+    assert 0.9 * planned.weight_bytes < held["weights"] <= planned.weight_bytes
+    assert held["compute"] <= planned.compute_bytes
 
 
 def test_memory_beyond_any_use_is_not_claimed() -> None:
