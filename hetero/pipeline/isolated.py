@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
+import re
 import signal
 import threading
 import time
@@ -51,6 +52,7 @@ PATIENCE = 20.0  # times the slowest step of its size, lately
 NEW_SECONDS = 20.0  # the least for a size that was not seen before: kernels are compiled, graphs are built
 NEW_PATIENCE = 3.0  # times what other sizes make one expect at most
 FIRST_SECONDS = 60.0  # for the first steps of all
+_SOURCE = re.compile(r"^.*?\.\w{1,4}:\d+: ")  # where in ggml: for the log, not for a user
 FADING = 0.99  # of a slow step's weight, with each further one
 CLOSE_SECONDS = 3.0
 
@@ -265,7 +267,7 @@ class ChannelStage:
             self._progress(nbytes)
         elif message.kind == Kind.LOG:
             if message.header.get("fatal"):
-                self._last_words = _text(message)
+                self._last_words = _SOURCE.sub("", _text(message))
             log.warning("device %s: %s", self.label, _text(message))
         elif message.kind != Kind.PONG:
             raise self._lose(f"it sent garbage: {message.kind.name} is out of place")
