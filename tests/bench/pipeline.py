@@ -64,10 +64,8 @@ def main() -> None:
                 found[server.name].append(speed)
                 print(f"{round_number + 1}/{args.repeat} {server.name:26} {speed:.1f} tok/s", file=sys.stderr)
         before.append(_stage_seconds(servers[0]))
-    print(
-        f"{model.name}, 16 clients, 16-token prompts, 128 out, two one-thread devices; median of {args.repeat}\n"
-    )
-    print("| server | output tok/s | hetero is faster by |\n|---|---:|---:|")
+    print(f"{model.name}, 16 clients, 16-token prompts, 128 out, two devices of one thread\n")
+    print(f"| server | output tok/s, median of {args.repeat} | hetero is faster by |\n|---|---:|---:|")
     best = statistics.median(found[PIPELINED])
     for name, speeds in found.items():
         print(f"| {name} | {statistics.median(speeds):.1f} | {best / statistics.median(speeds):.2f}x |")

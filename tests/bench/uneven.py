@@ -3,7 +3,7 @@
     make bench-uneven ARGS="--factor 2 --step 2"
 
 The second device sleeps after each step for as long as it computed (times factor - 1), while it is measured
-as well as while it serves. Every cut is tried with 16 requests; the plan's own cut and the even one are marked.
+as well as while it serves. Every cut is tried with 16 requests; the planned one and the even one are marked.
 """
 
 from __future__ import annotations

@@ -228,7 +228,7 @@ def test_a_step_that_hangs_while_the_process_lives(
 ) -> None:
     a_step(bad_driver)
     a_step(bad_driver)
-    monkeypatch.setattr(isolated, "STEP_SECONDS", 1.5)
+    monkeypatch.setattr(isolated, "DRIVER_SECONDS", 1.5)
     monkeypatch.setattr(isolated, "PATIENCE", 0.0)
     with pytest.raises(StageLost, match="a step has not ended after 2 s"):
         a_step(bad_driver, BadStage.HANG)
