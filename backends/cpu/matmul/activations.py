@@ -12,7 +12,7 @@ w words of 4 bytes for one block of one token, the tile of T tokens that starts 
     0       8 words: 4 codes each, i8           64 words: 4 codes each, i8
     1       scale, f32                          scale, f32
     2       scale * sum of the codes, f32       4 words: sums of 32 codes, two i16 each
-    3       -(sum of the codes), i32            16 words: -32 * (sum of 16 codes), i32
+    3       -128 * (sum of the codes), i32      16 words: -32 * (sum of 16 codes), i32
 
 A code is x / scale rounded to nearest, ties to even; scale = max |x| / 127. A block whose largest magnitude
 is below 2^-100 counts as zero; an infinity or a NaN makes the scale one, and so the token's outputs.
@@ -30,7 +30,7 @@ from backends.cpu.features import cpu_level
 from backends.cpu.matmul.layout import BLOCKWISE, FLOATS, SUPERBLOCKWISE, Format, Scaling
 from backends.cpu.simd import F32, I8X16, I32, I32X16, LANES, Emitter, Value, kernel
 
-TOKEN_BLOCK = 192  # tokens that pass over a panel together; tiles do not straddle it
+TOKEN_BLOCK = 174  # tokens that pass over a panel together, a third of 512; tiles do not straddle it
 # what 16 registers of 256 bits hold, or 32 of 512
 LARGEST_TILE = 8 if cpu_level() == "avx512_vnni" else 2
 BLOCK_ELEMENTS = (32, 256, 32)  # by kind
@@ -101,7 +101,7 @@ def _quantize_block(x: Emitter, kind: int, values: list[Value], out: list[Value]
     totals = [b.add(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]  # of 32 codes
     if kind == BLOCKWISE:
         x.store(b.fmul(scale, b.sitofp(totals[0], F32)), third, align=4)
-        x.store(b.neg(totals[0]), fourth, align=4)
+        x.store(b.mul(totals[0], x.const(-128, I32)), fourth, align=4)
         return
     for low, high in zip(totals[::2], totals[1::2], strict=True):
         pair = b.or_(b.and_(low, x.const(0xFFFF, I32)), b.shl(high, x.const(16, I32)))

@@ -11,7 +11,7 @@ from backends.cpu import jit  # noqa: F401  (sets numba's cache folder)
 from backends.cpu.matmul.activations import LARGEST_TILE, REGION_BYTES, TOKEN_BLOCK, sum_region, tile_size
 from backends.cpu.matmul.layout import FLOATS, FORMATS
 from backends.cpu.matmul.tiles import multiply_tile
-from backends.cpu.matmul.unpack import clear_rows, copy_floats, copy_rows, prefetch_lines, unpack_superblocks
+from backends.cpu.matmul.unpack import clear_rows, copy_floats, copy_rows, prefetch_lines, prefetch_rows, unpack_superblocks
 
 CHUNK = 18  # most blocks along k that are unpacked at a time (all of 576); 16 for the K formats
 FLOAT_CHUNK = 8  # of floats, which are not unpacked, that stay in the first cache with a tile's activations
@@ -72,7 +72,7 @@ def compiled_matmul(type_id: int):
             end = min(n_tokens, begin + TOKEN_BLOCK)
             unpack = end - begin > DIRECT_TOKENS
             for panel in range(panels * ith // nth, panels * (ith + 1) // nth):
-                clear_rows((rows, np.int64(end - begin)))
+                target = y + begin * y_row_bytes + 128 * panel
                 for first in range(0, superblocks, chunk):
                     count = min(chunk, superblocks - first)
                     w = packed + panel * panel_bytes + first * packed_bytes
@@ -92,11 +92,17 @@ def compiled_matmul(type_id: int):
                         if n_tokens > DIRECT_TOKENS:
                             prefetch_lines((following, lines))
                             following += 64 * lines
+                        if first == 0:
+                            clear_rows((out, size))
+                        last = first + count == superblocks
+                        if last:
+                            next_rows = target + (token - begin) * y_row_bytes
+                            prefetch_rows((next_rows, y_row_bytes, min(size, end - token)))
                         if unpack:
-                            multiply_tile(type_id, 1, (np.int64(size), w, source, q, a, s, out, count))
+                            multiply_tile(type_id, 1, (size, w, source, q, a, s, out, count))
                         else:
-                            multiply_tile(type_id, 0, (np.int64(size), w, source, q, a, s, out, count))
-                target = y + begin * y_row_bytes + 128 * panel
-                _store_panel(rows, target, y_row_bytes, np.int64(end - begin), np.int64(m - 32 * panel))
+                            multiply_tile(type_id, 0, (size, w, source, q, a, s, out, count))
+                        if last:
+                            _store_panel(out, next_rows - size * y_row_bytes, y_row_bytes, size, m - 32 * panel)
 
     return matmul

@@ -84,7 +84,9 @@ class _Tile:
         total = self.splat(x.splat_i32(0))
         if not (affine or self.signed):
             starts = [x.broadcast_i32(sums, 4 * t) for t in range(self.size)]
-            total = [[x.shift_right(v, -self.fmt.offset_bits) for v in starts] for _ in range(GROUPS)]
+            if self.fmt.offset_bits < 7:
+                starts = [x.b.ashr(v, x.splat_i32(7 - self.fmt.offset_bits)) for v in starts]
+            total = [list(starts) for _ in range(GROUPS)]
         for word, weights in self.words(x.add(w, self.header_bytes)):
             self.dot(total, word, weights, activations)
         d = scales.factor()
