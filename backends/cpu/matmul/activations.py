@@ -89,20 +89,22 @@ def _quantize_block(x: Emitter, kind: int, values: list[Value], out: list[Value]
     stride = x.mul(tile, 4)
     scale, inverse = _scale_of(x, values)
     factor = x.splat(inverse)
-    sums = []  # of 16 codes
+    numbers = []
     for v in values:
         rounded = b.bitcast(x.fma(v, factor, x.splat_f32(_ROUNDER)), I32X16)
         words = b.bitcast(b.trunc(rounded, I8X16), ir.VectorType(I32, 4))
         for word in range(4):
             x.store(b.extract_element(words, x.const(word, I32)), codes, align=4)
             codes = x.add(codes, stride)
-        sums.append(x.reduce_add(b.sub(rounded, x.splat_i32(_ROUNDER_BITS))))
+        numbers.append(b.sub(rounded, x.splat_i32(_ROUNDER_BITS)))
     x.store(scale, scale_at, align=4)
-    totals = [b.add(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]  # of 32 codes
     if kind == BLOCKWISE:
-        x.store(b.fmul(scale, b.sitofp(totals[0], F32)), third, align=4)
-        x.store(b.mul(totals[0], x.const(-128, I32)), fourth, align=4)
+        total = x.reduce_add(b.add(*numbers))
+        x.store(b.fmul(scale, b.sitofp(total, F32)), third, align=4)
+        x.store(b.mul(total, x.const(-128, I32)), fourth, align=4)
         return
+    sums = [x.reduce_add(v) for v in numbers]  # of 16 codes
+    totals = [b.add(first, second) for first, second in zip(sums[::2], sums[1::2], strict=True)]  # of 32
     for low, high in zip(totals[::2], totals[1::2], strict=True):
         pair = b.or_(b.and_(low, x.const(0xFFFF, I32)), b.shl(high, x.const(16, I32)))
         x.store(pair, third, align=4)
