@@ -17,7 +17,6 @@ import argparse
 import ctypes as C
 import json
 import sys
-import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -31,7 +30,7 @@ from matmul_tools import GgmlMatmul, random_rows
 
 from backends.cpu import matmul
 from backends.cpu.features import cpu_level
-from backends.cpu.machine import dot_peak, read_bandwidth
+from backends.cpu.machine import clock, dot_peak, read_bandwidth
 from backends.cpu.measure import RepeatedProduct
 from backends.ggml.devices import open_device
 from backends.ggml.lib import ggml
@@ -69,25 +68,25 @@ def measure(type_id: int, m: int, k: int, n: int, threads: int, repack: int | No
         theirs.append(GgmlMatmul(type_id, raw, m, k, n, threads, copies, repeats, repack))
     for each in theirs:
         each.set(np.random.default_rng(1).standard_normal((n, k)).astype(np.float32))
-    times = _interleaved([ours.run, *(each.run for each in theirs)], rounds)
+    times = _interleaved([ours.run, *(each.run for each in theirs)], rounds, clock(threads))
     for each in (ours, *theirs):
         each.close()
     return [t / repeats for t in times] + [None] * (2 - len(theirs))
 
 
-def _interleaved(runs: list[Callable[[], None]], rounds: int) -> list[float]:
+def _interleaved(runs: list[Callable[[], None]], rounds: int, now: Callable[[], float]) -> list[float]:
     """Seconds of the fastest run of each, since other work only adds; the first round does not count.
 
     They take turns, so that a slow moment of the machine hits all.
     """
     times: list[list[float]] = [[] for _ in runs]
-    begin = time.perf_counter()
+    begin = now()
     for done in range(rounds + 1):
         for run, seconds in zip(runs, times, strict=True):
-            start = time.perf_counter()
+            start = now()
             run()
-            seconds.append(time.perf_counter() - start)
-        if done >= 2 and time.perf_counter() - begin > PATIENCE:
+            seconds.append(now() - start)
+        if done >= 2 and now() - begin > PATIENCE:
             break
     return [min(seconds[1:]) for seconds in times]
 
