@@ -21,7 +21,7 @@ from backends.cpu.matmul.unpack import (
 
 CHUNK = 18  # most blocks along k that are unpacked at a time (all of 576); 16 for the K formats
 FLOAT_CHUNK = 8  # of floats, which are not unpacked, that stay in the first cache with a tile's activations
-DIRECT_TOKENS = 24 if LARGEST_TILE == 8 else 4  # up to here weights are decoded in registers, not unpacked
+DIRECT_TOKENS = 64 if LARGEST_TILE == 8 else 12  # up to here weights are decoded in registers, not unpacked
 ACCUMULATOR_BYTES = TOKEN_BLOCK * 128
 UNPACKED_BYTES = 24 * 1024
 SCRATCH_BYTES = ACCUMULATOR_BYTES + UNPACKED_BYTES
