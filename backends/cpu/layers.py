@@ -46,7 +46,7 @@ class CpuLayers:
         buffers = {t: _choose(verdicts, t, device) for t in {gguf.tensors[n].type for n in theirs}}
         self.min_rows = max((rows for _, rows in buffers.values()), default=1)
         extra = {n: buffers[gguf.tensors[n].type][0] for n in theirs if n != EMBEDDING or not lookup}
-        plain = [n for n in names if n not in ours or (n == EMBEDDING and lookup)]
+        plain = [n for n in names if n not in ours]  # packed embeddings are looked up where they are
         self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
         self._packed = PackedWeights(gguf, ours, device.threads, progress)
         self.weight_bytes = self.weights.nbytes + self._packed.nbytes

@@ -165,12 +165,6 @@ def test_not_gguf(tmp_path):
     assert "cannot be read" in refused(tmp_path)
 
 
-def test_split_files_are_refused(tmp_path):
-    path = write_gguf(tmp_path / "a.gguf", {"split.no": 0, "split.count": 3}, {})
-    assert "split into 3 files" in refused(path)
-    open_gguf(write_gguf(tmp_path / "a.gguf", {"split.count": 1}, {})).close()
-
-
 def entry(type_id: int, payload: bytes) -> bytes:
     return head(0, 1) + string("k") + struct.pack("<I", type_id) + payload + bytes(64)
 
