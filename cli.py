@@ -10,11 +10,22 @@ from typing import Any
 import click
 
 from hetero import __version__
-from hetero.config import SPECS, SettingError, flag_name
+from hetero.config import LOG_LEVELS, SPECS, SettingError, flag_name, parse_size
 
 # What decides how a model is loaded; the rest of the settings are the server's.
-ENGINE = ("device", "threads", "ctx", "kv_memory", "kv_tokens", "max_num_batched_tokens")
-METAVARS = {"str": "TEXT", "list": "TEXT", "int": "N", "size": "SIZE", "path": "FILE", "choice": "LEVEL"}
+ENGINE = (
+    "device",
+    "threads",
+    "split",
+    "objective",
+    "pipeline_depth",
+    "isolate",
+    "ctx",
+    "kv_memory",
+    "kv_tokens",
+    "max_num_batched_tokens",
+)
+METAVARS = {"str": "TEXT", "list": "TEXT", "int": "N", "size": "SIZE", "path": "FILE", "counts": "N,N"}
 SERVER = tuple(name for name in SPECS if name not in (*ENGINE, "model"))
 
 
@@ -25,9 +36,8 @@ def settings_options(*names: str) -> Callable[[Callable], Callable]:
         for name in reversed(names):
             meta = SPECS[name].metadata
             several = meta["kind"] == "list"
-            option = click.option(
-                flag_name(name), name, metavar=METAVARS[meta["kind"]], multiple=several, help=meta["help"]
-            )
+            metavar = "|".join(meta["choices"]) if meta["kind"] == "choice" else METAVARS[meta["kind"]]
+            option = click.option(flag_name(name), name, metavar=metavar, multiple=several, help=meta["help"])
             command = option(command)
         config = click.option(
             "--config", "config_file", type=click.Path(path_type=Path), help="Settings file."
@@ -129,34 +139,52 @@ def chat(max_tokens: int | None, temperature: float, seed: int | None, system: s
 
 
 @main.command()
+@model_argument
+@settings_options("device", "threads", "max_num_batched_tokens")
+@click.option("--calibrate", is_flag=True, help="Time MODEL's layers on each device, for plans to come.")
 @json_option
-def devices(as_json: bool) -> None:
+def devices(as_json: bool, calibrate: bool, **given: Any) -> None:
     """List the devices that can compute, by the names that --device takes.
+
+    MODEL and the settings are for --calibrate.
 
     \b
     Example:
       hetero devices --json
+      hetero devices --calibrate model.gguf
     """
-    from hetero.commands import inspect as command
+    if not calibrate:
+        if any(value is not None and value != () for value in given.values()):
+            raise click.UsageError("MODEL and its settings only mean something with --calibrate")
+        from hetero.commands import devices as command
 
-    sys.exit(command.devices(as_json))
+        sys.exit(command.devices(as_json))
+    loaded = load_settings(given)
+    from hetero.commands import calibrate as calibration
+
+    sys.exit(calibration.calibrate(loaded.settings, as_json))
 
 
 @main.command()
 @model_argument
 @settings_options(*ENGINE, "max_num_seqs")
+@click.option(
+    "--calibrate/--no-calibrate",
+    default=None,
+    help="Time the devices anew, or never. Default: several devices, where it was not done before.",
+)
 @json_option
-def plan(as_json: bool, **given: Any) -> None:
-    """Show what of MODEL would sit where, without loading it. Exit code 1 when it does not fit.
+def plan(as_json: bool, calibrate: bool | None, **given: Any) -> None:
+    """Show what of MODEL would sit where, and how fast it would be. Exit code 1 when it does not fit.
 
     \b
     Example:
-      hetero plan model.gguf --kv-memory 2GiB --json
+      hetero plan model.gguf --device CUDA0 --device CUDA1 --objective throughput
     """
     loaded = load_settings(given)
-    from hetero.commands import inspect as command
+    from hetero.commands import plan as command
 
-    sys.exit(command.plan(loaded.settings, as_json))
+    sys.exit(command.plan(loaded.settings, as_json, calibrate))
 
 
 @main.command()
@@ -315,6 +343,66 @@ def imatrix(model: str, target: Path, text: Path, tokens: int, ctx: int, force: 
     from hetero.commands import imatrix as command
 
     sys.exit(command.imatrix(loaded.settings, model, target, text, tokens, ctx, force))
+
+
+@main.command()
+@click.option(
+    "--listen",
+    metavar="ADDR:PORT",
+    default="127.0.0.1:8090",
+    show_default=True,
+    help="Where to listen. Port 0 takes any that is free.",
+)
+@click.option("--trusted-network", is_flag=True, help="Let other machines in, though nothing is encrypted.")
+@click.option(
+    "--secret-file",
+    type=click.Path(path_type=Path),
+    metavar="FILE",
+    help="File with the secret that servers must have too. Default: HETERO_WORKER_SECRET, else one that is "
+    "made up and kept in the user's data folder.",
+)
+@click.option("--device", "devices", multiple=True, metavar="NAME", help="Device to offer. Default: all.")
+@click.option(
+    "--threads",
+    type=click.IntRange(0, 4096),
+    metavar="N",
+    default=0,
+    help="Threads of the CPU device. Default: one per available core.",
+)
+@click.option(
+    "--cache-dir",
+    type=click.Path(path_type=Path),
+    metavar="DIR",
+    help="Where layers that servers have sent are kept. Default: in the user's cache folder.",
+)
+@click.option(
+    "--cache-size",
+    metavar="SIZE",
+    default="64GiB",
+    show_default=True,
+    help="Most that is kept there; what was used longest ago goes first.",
+)
+@click.option(
+    "--log-level", type=click.Choice(LOG_LEVELS), default="info", show_default=True, help="What is logged."
+)
+@json_option
+def worker(cache_size: str, **given: Any) -> None:
+    """Serve this machine's devices to `hetero serve` on another one.
+
+    There, name the worker with --device, and give it the same secret.
+
+    \b
+    Example:
+      hetero worker --listen 192.168.1.20:8090 --trusted-network
+      hetero serve model.gguf --device CUDA0 --device worker=192.168.1.20:8090
+    """
+    try:
+        size = parse_size(cache_size)
+    except ValueError as exc:
+        raise click.UsageError(f"--cache-size: {cache_size!r} {exc}") from None
+    from hetero.commands import worker as command
+
+    sys.exit(command.worker(command.Options(cache_size=size, **given)))
 
 
 if __name__ == "__main__":

@@ -25,6 +25,25 @@ class DeviceInfo:
     backend: str
 
 
+@dataclass(frozen=True, slots=True)
+class DeviceSpec:
+    """Everything a process needs to open a device. Plain values: `dataclasses.asdict` gives JSON.
+
+    `name` is as list_devices has it; of a device behind an endpoint or a worker, as that one names it.
+    """
+
+    name: str
+    device_id: str = ""  # must still be the device's when it is opened; "": not checked
+    threads: int = 0  # of a CPU; 0: one per core
+    cores: tuple[int, ...] = ()  # of a CPU: its threads run on these alone; (): wherever
+    endpoint: str = ""  # HOST:PORT of the ggml RPC server that has the device
+    worker: str = ""  # HOST:PORT of the `hetero worker` that has the device
+
+
+class StageLost(RuntimeError):
+    """The process or machine behind a stage is gone, and the KV contents with it. One line for the user."""
+
+
 class BlockCopyLike(Protocol):
     group: int
     src: int
@@ -74,6 +93,10 @@ class StageBackend(Protocol):
 
     def memory(self) -> dict[str, int]:
         """Bytes held, by purpose: weights, kv, compute."""
+        ...
+
+    def counters(self) -> dict[str, int]:
+        """How often what happened since the start, by name: parts of steps that were attended in place, ..."""
         ...
 
     def close(self) -> None: ...

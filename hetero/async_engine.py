@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hetero.engine import Engine
+from hetero.engine import DEVICE_UNAVAILABLE, Engine
 from hetero.request import FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
 from hetero.stats import EngineStats
@@ -113,6 +113,10 @@ class _Abort:
     request_id: str
 
 
+class _Look:
+    """A stage was lost or is back."""
+
+
 class _Stop:
     """What still runs is aborted, then the thread ends."""
 
@@ -135,11 +139,12 @@ class AsyncEngine:
         self.info = info
         self._engine = engine
         engine.before_wait = self._flush
+        engine.runner.watch(lambda: self._inbox.put(_Look()))
         self._tokenizer = tokenizer
         self._template = template
         self._grammar_compiler = grammar_compiler
         self._text = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
-        self._inbox: queue.SimpleQueue[_Add | _Abort | _Stop] = queue.SimpleQueue()
+        self._inbox: queue.SimpleQueue[_Add | _Abort | _Look | _Stop] = queue.SimpleQueue()
         self._outbox: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
         self._thread: threading.Thread | None = None
         self._lock = threading.Lock()  # nothing is added to the inbox once `_refusal` is set
@@ -216,7 +221,8 @@ class AsyncEngine:
         """Start a request. `request_id` must not be in use; `grammar` must be this request's own.
 
         RequestError when it can never run: code "context_length_exceeded" with both counts when
-        the prompt does not fit, "unavailable" when nothing is generated any more.
+        the prompt does not fit, "unavailable" when nothing is generated any more, "device_unavailable"
+        while a lost device is not back.
         """
         prompt = list(prompt_token_ids)
         self._engine.scheduler.check_fits(len(prompt))
@@ -231,7 +237,7 @@ class AsyncEngine:
             self._outbox.setdefault(loop, []).append((ref, delta))
 
         with self._lock:
-            refusal = self._refusal
+            refusal = self._refusal or self._device_refusal()
             if refusal is None:
                 self._inbox.put(_Add(request, sink, grammar))
         if refusal is not None:
@@ -242,7 +248,16 @@ class AsyncEngine:
     def _post_abort(self, request_id: str) -> None:
         self._inbox.put(_Abort(request_id))  # also from __del__, in any thread: put is reentrant
 
+    def _device_refusal(self) -> RequestError | None:
+        lost = self.device_lost
+        return None if lost is None else RequestError(lost, code=DEVICE_UNAVAILABLE)
+
     # -- state -----------------------------------------------------------------------------------
+
+    @property
+    def device_lost(self) -> str | None:
+        """Why nothing can be generated until a device is back, in one line; None while all are there."""
+        return self._engine.runner.unavailable
 
     def health(self) -> tuple[bool, str]:
         """Whether generation can progress, and if not, why, in one line."""
@@ -252,6 +267,9 @@ class AsyncEngine:
             return False, self._refusal.message
         if self._thread is None or not self._thread.is_alive():
             return False, "the engine's thread has ended"
+        lost = self.device_lost
+        if lost is not None:
+            return False, lost
         quiet = self._engine.clock() - self._engine.last_progress
         if self._engine.failed_steps >= FAILED_STEPS and quiet < RETRY_SECONDS:
             return False, f"the device failed in the last {self._engine.failed_steps} steps"
@@ -323,6 +341,8 @@ class AsyncEngine:
             block = False
             if isinstance(item, _Stop):
                 return False
+            if isinstance(item, _Look):
+                continue
             if isinstance(item, _Abort):
                 self._engine.abort(item.request_id)
                 continue

@@ -21,7 +21,7 @@ class BlockCopy:
 
 @dataclass(slots=True)
 class Step:
-    """What one step computes: the next `num_scheduled_tokens[i]` tokens of `requests[i]`.
+    """What one step computes: `num_scheduled_tokens[i]` tokens of `requests[i]`, from `starts[i]` on.
 
     `sampled[i]` says whether the step reaches the end of the request's tokens, so that its last
     row's logits give the next one.
@@ -29,6 +29,7 @@ class Step:
 
     step_id: int
     requests: list[Request] = field(default_factory=list)
+    starts: list[int] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
@@ -66,14 +67,14 @@ def build(step: Step, num_groups: int, block_size: int) -> Batch:
     """Turn a step into arrays. Every scheduled position must lie inside the block tables."""
     size = len(step.requests)
     counts = np.array(step.num_scheduled_tokens, np.int32)
-    starts = np.array([r.num_computed_tokens for r in step.requests], np.int32)
+    starts = np.array(step.starts, np.int32)
     if step.num_tokens == size:  # one token each: nothing to spread out
-        ids = [r.token_ids(r.num_computed_tokens, r.num_computed_tokens + 1)[0] for r in step.requests]
+        ids = [r.token_ids(i, i + 1)[0] for r, i in zip(step.requests, step.starts, strict=True)]
         cu_seqlens, owners, positions = np.arange(size + 1, dtype=np.int32), np.arange(size), starts
     else:
         ids = []
-        for request, count in zip(step.requests, step.num_scheduled_tokens, strict=True):
-            ids += request.token_ids(request.num_computed_tokens, request.num_computed_tokens + count)
+        for request, start, count in zip(step.requests, step.starts, step.num_scheduled_tokens, strict=True):
+            ids += request.token_ids(start, start + count)
         cu_seqlens = np.concatenate(([0], np.cumsum(counts, dtype=np.int32)), dtype=np.int32)
         owners = np.repeat(np.arange(size), counts)
         positions = np.arange(len(ids), dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)

@@ -17,6 +17,8 @@ from typing import Any
 
 CONFIG_FILE = "hetero.toml"
 LOG_LEVELS = ("debug", "info", "warning", "error")
+OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
+ISOLATION = ("auto", "all", "off")
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -34,7 +36,7 @@ class SettingError(ValueError):
 
 
 def setting(default: Any, help: str, *, kind: str, low: int = 0, high: int = 1 << 62, **extra: Any) -> Any:
-    """A field of Settings. `kind`: str, int, size (bytes), list (of str), path or choice."""
+    """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path or choice."""
     meta = {"help": help, "kind": kind, "low": low, "high": high, **extra}
     return field(default=default, metadata=meta)
 
@@ -53,8 +55,29 @@ class Settings:
     port: int = setting(8080, "Port to listen on.", kind="int", low=1, high=65535)
     device: tuple[str, ...] = setting(
         (),
-        "Device to compute on, as `hetero devices` prints it; `CPU:threads=4` sets its threads.",
+        "Device to compute on, as `hetero devices` prints it; `CPU:threads=4` sets its threads. Several "
+        "share the layers in this order. Without one: all GPUs, else the CPU.",
         kind="list",
+    )
+    split: tuple[int, ...] = setting(
+        (), "Layers on each device, such as 20,12, in place of the measured split.", kind="counts"
+    )
+    objective: str = setting(
+        "balanced",
+        "What the split is best for: one user's wait (latency), many users' tokens per second (throughput), "
+        "the largest KV cache (capacity), or max_num_seqs users (balanced).",
+        kind="choice",
+        choices=OBJECTIVES,
+    )
+    pipeline_depth: int = setting(
+        0, "Steps in flight through the devices. 0: one per device.", kind="int", high=64
+    )
+    isolate: str = setting(
+        "auto",
+        "Which devices compute in a process of their own, so that the server outlives a driver that aborts: "
+        "those whose drivers do (auto), all, or none (off).",
+        kind="choice",
+        choices=ISOLATION,
     )
     threads: int = setting(0, "CPU threads that compute. 0: one per available core.", kind="int", high=4096)
     ctx: int = setting(
@@ -194,6 +217,11 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) and i for i in items):
             raise ValueError("must be a list of non-empty strings")
         return tuple(items)
+    if kind == "counts":
+        items = raw.split(",") if isinstance(raw, str) else raw
+        if not isinstance(items, (list, tuple)) or not items:
+            raise ValueError("must be whole numbers with commas between, such as 20,12")
+        return tuple(_number(i.strip() if isinstance(i, str) else i, "int", 1, meta["high"]) for i in items)
     if kind in ("int", "size"):
         return _number(raw, kind, meta["low"], meta["high"])
     if not isinstance(raw, str) or not raw or "\0" in raw:
@@ -240,7 +268,7 @@ def _show(spec: dataclasses.Field[Any], value: Any) -> str:
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple):
-        return ", ".join(value)
+        return ", ".join(map(str, value))
     return format_size(value) if spec.metadata["kind"] == "size" and value else str(value)
 
 

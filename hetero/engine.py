@@ -6,78 +6,24 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
-from typing import Protocol
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hetero import batch
-from hetero.batch import Batch, Step
+from hetero.batch import Step
+from hetero.protocols import GrammarLike, ResultLike, RunnerLike, SamplerLike, TokenizerLike
 from hetero.request import FinishReason, OutputDelta, Request, TokenLogprob
-from hetero.sampling.sampler import Sampled, SamplerState
+from hetero.sampling.sampler import SamplerState
 from hetero.scheduler import Scheduler
-from hetero.stats import EngineStats
+from hetero.stats import EngineStats, StageTotals
 from hetero.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
 Sink = Callable[[OutputDelta], None]
+DEVICE_UNAVAILABLE = "device_unavailable"  # code of errors that end when a lost device is back
 WAIT_SECONDS = 0.5  # how long a round waits for a device before it lets its caller look around
-
-
-class TokenizerLike(Protocol):
-    @property
-    def eog_ids(self) -> frozenset[int]: ...
-
-    def token_bytes(self, token_id: int, /) -> bytes: ...
-
-
-class GrammarLike(Protocol):
-    def fill_mask(self, row: np.ndarray, /) -> None: ...
-
-    def accept(self, token_id: int, /) -> bool: ...
-
-    @property
-    def is_finished(self) -> bool: ...
-
-
-class ResultLike(Protocol):
-    @property
-    def step_id(self) -> int: ...
-    @property
-    def logits(self) -> np.ndarray | None: ...
-    @property
-    def argmax(self) -> np.ndarray | None: ...
-    @property
-    def error(self) -> Exception | None: ...
-    @property
-    def graph_seconds(self) -> float: ...
-    @property
-    def busy_seconds(self) -> Sequence[float]: ...
-
-
-class RunnerLike(Protocol):
-    @property
-    def depth(self) -> int: ...
-
-    def submit(self, batch: Batch, /) -> None: ...
-
-    def wait(self, timeout: float | None = None, /) -> ResultLike | None: ...
-
-    def close(self) -> None: ...
-
-
-class SamplerLike(Protocol):
-    n_vocab: int
-
-    def sample(
-        self,
-        logits: np.ndarray,
-        states: Sequence[SamplerState],
-        masks: Sequence[np.ndarray | None],
-        argmax: np.ndarray | None = None,
-        /,
-    ) -> list[Sampled]: ...
 
 
 @dataclass(slots=True)
@@ -93,6 +39,7 @@ class _Generation:
     scheduled: bool = False
     last_token_time: float | None = None
     error: str | None = None
+    error_code: str | None = None
 
 
 @dataclass(slots=True)
@@ -117,7 +64,8 @@ class Engine:
     """Runs requests to their ends. Everything is called from one thread, sinks included.
 
     A request whose own sampling or grammar fails ends alone, with an error. A step that a device
-    failed ends all of its requests with an error; later requests are served again.
+    failed ends all of its requests with an error; later requests are served again. When a stage is
+    lost, all requests end with an error, and so do new ones until it is back.
     """
 
     def __init__(
@@ -140,7 +88,7 @@ class Engine:
         self.failed_steps = 0  # in a row, up to now
         self._generations: dict[str, _Generation] = {}
         self._flights: deque[_Flight] = deque()
-        self._stats = EngineStats()
+        self._stats = EngineStats(stages=[StageTotals() for _ in runner.restarts])
         self._busy_since: float | None = None  # end of the step before, while there is work
 
     @property
@@ -183,10 +131,13 @@ class Engine:
         """
         if self._busy_since is None:
             self._busy_since = self.clock()
-        while len(self._flights) < self.runner.depth and self._start_step():
+        lost = self.runner.unavailable
+        while lost is None and len(self._flights) < self.runner.depth and self._start_step():
             pass
         if self._flights:
             self._take_in(self._flights[0])
+        elif lost is not None:
+            self._let_go(lost)
         if not self._flights and not self._generations:
             self._busy_since = None
         return self._busy_since is not None
@@ -207,6 +158,10 @@ class Engine:
             steps=counters.steps,
             step_seconds=own.step_seconds,
             host_seconds=own.host_seconds,
+            stages=[
+                replace(totals, restarts=restarts)
+                for totals, restarts in zip(own.stages, self.runner.restarts, strict=True)
+            ],
             ttft=own.ttft.copy(),
             inter_token=own.inter_token.copy(),
             queue=own.queue.copy(),
@@ -265,8 +220,15 @@ class Engine:
                 self.failed_steps = 0
                 ended = self.scheduler.update(step, outcome.tokens, outcome.finished)
                 self._deliver_step(step, outcome, ended)
-        computed = min(result.graph_seconds, max(result.busy_seconds, default=result.graph_seconds))
-        self._account(computed)
+        graph_seconds = sum(stage.graph_seconds for stage in result.stages)
+        busy_seconds = max((stage.busy_seconds for stage in result.stages), default=graph_seconds)
+        for totals, times in zip(self._stats.stages, result.stages, strict=False):
+            totals.queue_seconds += times.queue_seconds
+            totals.busy_seconds += times.busy_seconds
+            totals.transfer_seconds += max(0.0, times.busy_seconds - times.graph_seconds)
+            totals.bytes_in += times.bytes_in
+            totals.bytes_out += times.bytes_out
+        self._account(min(graph_seconds, busy_seconds))
 
     def _account(self, computed_seconds: float) -> None:
         now = self.clock()
@@ -277,13 +239,30 @@ class Engine:
         self._stats.host_seconds += max(0.0, seconds - computed_seconds)
 
     def _fail_step(self, step: Step, error: Exception) -> None:
-        log.error("step %d of %d requests failed", step.step_id, len(step.requests), exc_info=error)
+        lost = self.runner.unavailable
+        log.error(
+            "step %d of %d requests failed",
+            step.step_id,
+            len(step.requests),
+            exc_info=None if lost else error,
+        )
         self.failed_steps += 1
         self.last_progress = self.clock()
         nothing: list[int | None] = [None] * len(step.requests)
         for request in self.scheduler.update(step, nothing, failed=True):
-            self._generations[request.request_id].error = f"the device failed: {_one_line(error)}"
-            self._deliver_end(request, OutputDelta())
+            self._end_failed(request, lost or f"the device failed: {_one_line(error)}", lost is not None)
+
+    def _let_go(self, lost: str) -> None:
+        """Nothing is in flight and a stage is lost: end all requests, and let it come back."""
+        for request in self.scheduler.fail_all():
+            self._end_failed(request, lost, True)
+        self.failed_steps = 0
+        self.runner.acknowledge()
+
+    def _end_failed(self, request: Request, text: str, lost: bool) -> None:
+        generation = self._generations[request.request_id]
+        generation.error, generation.error_code = text, DEVICE_UNAVAILABLE if lost else None
+        self._deliver_end(request, OutputDelta())
 
     def _sample(self, step: Step, logits: np.ndarray, argmax: np.ndarray | None) -> _Outcome:
         size = len(step.requests)
@@ -371,6 +350,7 @@ class Engine:
         delta.finish_reason = request.finish_reason
         if request.finish_reason is FinishReason.ERROR:
             delta.error = generation.error or "the request failed"
+            delta.error_code = generation.error_code
         else:
             delta.text += generation.detokenizer.finish()
         delta.num_prompt_tokens = len(request.prompt_token_ids)

@@ -6,33 +6,34 @@ nothing large is read. `load` then does the slow part. `launch` is both.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import numpy as np
-
-from backends.base import DeviceInfo
+from backends.base import DeviceInfo, StageBackend, StageLost
 from backends.ggml.lib import GgmlError
 from backends.ggml.models.config import ModelConfig, read_config
 from backends.ggml.models.config import ModelError as ConfigError
-from hetero.batch import Batch
 from hetero.config import Settings
 from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
-from hetero.plan.facts import count_parameters, model_facts, quantization
-from hetero.plan.planner import BLOCK_SIZE, Limits, ModelFacts, Plan, explain_shortage, make_plan
+from hetero.plan.facts import count_parameters, quantization
+from hetero.plan.forecast import Forecast
+from hetero.plan.make import MISSING, PlanError, plan_model
+from hetero.plan.planner import BLOCK_SIZE, ModelFacts, Plan, StagePlan, explain_shortage
 from hetero.screen import Placement, ProgressCallback
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 
 if TYPE_CHECKING:
     from backends.cpu.observe import ObservingStage
-    from backends.ggml.stage import GgmlStage
+    from backends.ggml.stage import StageSpec
     from hetero.async_engine import AsyncEngine, ModelInfo
     from hetero.pipeline.runner import Runner
+    from hetero.plan.calibrate import OpenStage
+    from hetero.plan.times import DeviceTimes
     from hetero.text.template import ChatTemplate
     from hetero.text.tokenizer import Tokenizer
 
@@ -48,9 +49,14 @@ class Prepared:
     model: ResolvedModel
     gguf: GGUFFile
     config: ModelConfig
-    choice: devices.DeviceChoice
+    choices: tuple[devices.DeviceChoice, ...]
     facts: ModelFacts
     plan: Plan
+    forecast: Forecast | None
+
+    @property
+    def choice(self) -> devices.DeviceChoice:
+        return self.choices[0]
 
 
 def list_devices() -> list[DeviceInfo]:
@@ -61,28 +67,61 @@ def list_devices() -> list[DeviceInfo]:
         raise LaunchError(str(exc)) from exc
 
 
-def prepare(settings: Settings) -> Prepared:
-    """Find the model, read its header, choose the device and plan its memory. Raises LaunchError.
+def prepare(
+    settings: Settings, progress: ProgressCallback = lambda text, done: None, measure: str = MISSING
+) -> Prepared:
+    """Find the model, read its header, choose the devices and plan what goes where. Raises LaunchError.
 
-    A plan that does not fit is returned, not raised: see require_fit.
+    `measure` says how the speed of several devices is found, see plan_model. A plan that does not fit
+    is returned, not raised: see require_fit.
     """
-    try:
+    with _explained():
         model = resolve(settings.model)
         gguf = open_gguf(model.path)
         config = read_config(gguf)
-        choice = devices.choose(settings.device, settings.threads, list_devices())
-    except (ModelError, GGUFError, ConfigError, devices.DeviceError) as exc:
+        choices = devices.choose(settings.device, settings.threads, list_devices())
+        opener = _opener(model.path, gguf, config, settings)
+        planned = plan_model(gguf, config, choices, settings, opener, progress, measure)
+    return Prepared(model, gguf, config, choices, planned.facts, planned.plan, planned.forecast)
+
+
+def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tuple[str, DeviceTimes]]:
+    """Time the model's layers anew on each device of --device, else on all. Raises LaunchError."""
+    from hetero.plan.make import calibrate_model
+
+    every = settings.device or tuple(device.name for device in devices.offered(list_devices()))
+    with _explained():
+        model = resolve(settings.model)
+        gguf = open_gguf(model.path)
+        config = read_config(gguf)
+        choices = devices.choose(every, settings.threads, list_devices())
+        opener = _opener(model.path, gguf, config, settings)
+        times = calibrate_model(gguf, config, choices, settings, opener, progress)
+    return [(choice.label, t) for choice, t in zip(choices, times, strict=True)]
+
+
+@contextmanager
+def _explained() -> Iterator[None]:
+    """Errors in what the user asked for, and of devices that are measured, as LaunchError."""
+    from backends.ggml.stage import StageError
+
+    try:
+        yield
+    except (ModelError, GGUFError, ConfigError, devices.DeviceError, PlanError) as exc:
         raise LaunchError(str(exc)) from exc
-    limits = Limits(
-        settings.ctx,
-        settings.kv_memory,
-        settings.kv_tokens,
-        settings.max_num_seqs,
-        settings.max_num_batched_tokens,
-    )
-    facts = model_facts(gguf, config, limits)
-    plan = make_plan(facts, choice.device.name, choice.device.free_bytes, limits)
-    return Prepared(model, gguf, config, choice, facts, plan)
+    except (GgmlError, StageError, StageLost, MemoryError) as exc:
+        raise LaunchError(f"measuring the devices failed: {exc}") from exc
+
+
+def _opener(path: Path, gguf: GGUFFile, config: ModelConfig, settings: Settings) -> OpenStage:
+    """Opens stages to be measured."""
+
+    def opener(choice: devices.DeviceChoice, spec: StageSpec) -> StageBackend:
+        from hetero.pipeline.opening import StageOpener
+
+        return StageOpener(path, gguf, config, settings.isolate).open(choice, spec)
+
+    return opener
 
 
 def require_fit(prepared: Prepared) -> None:
@@ -93,7 +132,7 @@ def require_fit(prepared: Prepared) -> None:
 
 def launch(settings: Settings, progress: ProgressCallback) -> AsyncEngine:
     """A loaded engine, not yet started. Raises LaunchError."""
-    prepared = prepare(settings)
+    prepared = prepare(settings, progress)
     require_fit(prepared)
     return load(prepared, settings, progress)[0]
 
@@ -123,17 +162,17 @@ def load(
         except ValueError as exc:  # its vocabulary is missing or of an unknown kind
             raise LaunchError(str(exc)) from exc
         template = _chat_template(settings, prepared.gguf, tokenizer)
-        stage = open_stage(prepared, settings, show)
+        stages = open_stages(prepared, settings, show)
         show("preparing the sampler", 0.9)
         sampler = Sampler(prepared.config.n_vocab)
         sampler.warmup()
         show("running the model once", 0.95)
-        runner = Runner([stage])
+        runner = Runner(stages, settings.pipeline_depth)
         # OpenMP keeps a team of workers for every living thread that has computed, and with two teams
         # lets threads sleep at each barrier (a step of one token: 6 ms instead of 2). So the warm-up
         # has a thread of its own, which is gone before the engine's starts.
         with ThreadPoolExecutor(1) as once:
-            once.submit(_warm_up, runner, len(plan.groups)).result()
+            once.submit(_run_once, runner, len(plan.groups)).result()
         show("ready", 1.0)
     scheduler = Scheduler(
         KVManager(plan.groups, BLOCK_SIZE),
@@ -144,10 +183,8 @@ def load(
     )
     engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE)
     info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
-    held = stage.memory()
-    layers = f"layers 0 to {prepared.config.n_layer - 1}"
-    place = Placement(prepared.choice.device.name, layers, held["weights"], held["kv"], held["compute"])
-    return AsyncEngine(engine, tokenizer, template, GrammarCompiler(tokenizer), info), (place,)
+    places = tuple(_placement(planned, stage) for planned, stage in zip(plan.stages, stages, strict=True))
+    return AsyncEngine(engine, tokenizer, template, GrammarCompiler(tokenizer), info), places
 
 
 def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> Runner:
@@ -159,8 +196,8 @@ def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallba
     from hetero.pipeline.runner import Runner
 
     with _showing_compilation(progress) as show:
-        runner = Runner([open_stage(prepared, settings, show)])
-        _warm_up(runner, len(prepared.plan.groups))
+        runner = Runner(open_stages(prepared, settings, show))
+        _run_once(runner, len(prepared.plan.groups))
     return runner
 
 
@@ -170,11 +207,13 @@ def open_observer(
     """The same with a stage that sums up what enters its matrices, from the first step on."""
     import backends.cpu.jit  # noqa: F401  first of all numba code, as in load
     from backends.cpu.observe import ObservingStage
+    from backends.ggml.devices import open_device
     from hetero.pipeline.runner import Runner
 
-    with _showing_compilation(progress) as show:
-        stage = open_stage(prepared, settings, show, ObservingStage)
-    assert isinstance(stage, ObservingStage)
+    with _showing_compilation(progress) as show, _device_errors():
+        (spec,) = _stage_specs(prepared, settings, 1)
+        device, count = open_device(prepared.choice.spec), _counter(prepared, show)
+        stage = ObservingStage(prepared.gguf, prepared.config, device, spec, count)
     return Runner([stage]), stage
 
 
@@ -219,17 +258,36 @@ def _chat_template(settings: Settings, gguf: GGUFFile, tokenizer: Tokenizer) -> 
     return template
 
 
-def open_stage(
-    prepared: Prepared, settings: Settings, progress: ProgressCallback, kind: type[GgmlStage] | None = None
-) -> GgmlStage:
-    """All layers on the chosen device, weights and KV pools in place; `kind` None is a plain stage.
+def open_stages(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> list[StageBackend]:
+    """The stages of the plan, weights and KV pools in place. Raises LaunchError, and leaves nothing open."""
+    from hetero.pipeline.opening import StageOpener
 
-    Raises LaunchError.
-    """
-    from backends.ggml.devices import DeviceError, open_device
-    from backends.ggml.stage import GgmlStage, StageSpec
+    opener = StageOpener(prepared.model.path, prepared.gguf, prepared.config, settings.isolate)
+    depth = settings.pipeline_depth or len(prepared.plan.stages)
+    specs = _stage_specs(prepared, settings, depth)
+    count = _counter(prepared, progress)
+    stages: list[StageBackend] = []
+    try:
+        with _device_errors():
+            for planned, spec in zip(prepared.plan.stages, specs, strict=True):
+                stages.append(opener.keep_open(prepared.choices[planned.index], spec, count))
+    except BaseException:
+        for stage in stages:
+            stage.close()
+        raise
+    return stages
 
-    plan, loaded = prepared.plan, 0
+
+def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[StageSpec]:
+    from hetero.pipeline.opening import stage_spec
+
+    groups, tokens, seqs = prepared.plan.groups, settings.max_num_batched_tokens, settings.max_num_seqs
+    return [stage_spec(groups, planned.layers, tokens, seqs, depth) for planned in prepared.plan.stages]
+
+
+def _counter(prepared: Prepared, progress: ProgressCallback) -> Callable[[int], None]:
+    """Takes the bytes of weights that were loaded since its last call, and shows the sum's share."""
+    loaded = 0
 
     def count(nbytes: int) -> None:
         nonlocal loaded
@@ -237,39 +295,33 @@ def open_stage(
         share = min(1.0, loaded / max(1, prepared.facts.weight_bytes))
         progress("loading the weights", 0.1 + 0.8 * share)
 
-    spec = StageSpec(
-        first=0,
-        last=prepared.config.n_layer,
-        group_of={layer: g for g, group in enumerate(plan.groups) for layer in group.layers},
-        num_blocks=tuple(group.num_blocks for group in plan.groups),
-        max_tokens=settings.max_num_batched_tokens,
-        max_logits=settings.max_num_seqs,
-    )
+    return count
+
+
+@contextmanager
+def _device_errors() -> Iterator[None]:
+    from backends.ggml.devices import DeviceError
+    from hetero.worker.secret import SecretError
+
     try:
-        device = open_device(prepared.choice.device.name, prepared.choice.threads)
-        return (kind or GgmlStage)(prepared.gguf, prepared.config, device, spec, count)
-    except (GgmlError, DeviceError, ConfigError, MemoryError) as exc:
+        yield
+    except (GgmlError, DeviceError, ConfigError, StageLost, SecretError, MemoryError) as exc:
         raise LaunchError(str(exc)) from exc
 
 
-def _warm_up(runner: Runner, num_groups: int) -> None:
-    """Compute a chunk and a single token in the scratch block: what is slow once is then done."""
-    for count in (BLOCK_SIZE, 1):
-        batch = Batch(
-            step_id=0,
-            input_ids=np.zeros(count, np.int32),
-            positions=np.arange(count, dtype=np.int32),
-            slot_mapping=[np.arange(count, dtype=np.int32)] * num_groups,
-            block_tables=[np.zeros((1, 1), np.int32)] * num_groups,
-            context_lens=np.array([count], np.int32),
-            cu_seqlens_q=np.array([0, count], np.int32),
-            logits_rows=np.array([count - 1], np.int32),
-            copies=[],
-        )
-        runner.submit(batch)
-        result = runner.wait()
-        if result is None or result.error is not None:
-            raise LaunchError(f"the first step failed: {result and result.error}")
+def _run_once(runner: Runner, num_groups: int) -> None:
+    from hetero.pipeline.opening import run_once
+
+    try:
+        run_once(runner, num_groups)
+    except Exception as exc:  # whatever a device can say
+        raise LaunchError(f"the first step failed: {exc}") from exc
+
+
+def _placement(planned: StagePlan, stage: StageBackend) -> Placement:
+    held, (first, last) = stage.memory(), planned.layers
+    layers = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
+    return Placement(planned.device, layers, held["weights"], held["kv"], held["compute"])
 
 
 def _model_info(prepared: Prepared, settings: Settings, n_ctx: int, has_template: bool) -> ModelInfo:

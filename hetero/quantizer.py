@@ -11,14 +11,13 @@ import multiprocessing
 import os
 import re
 import shutil
-import signal
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero import quantizer_child
 from hetero.config import format_size
+from hetero.processes import without_interrupts
 from hetero.quantizer_child import ALIGNMENT, Job
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 from quant.types import GGML_TYPES, TYPE_IDS, row_bytes
@@ -149,7 +148,7 @@ class Quantizer:
         context = multiprocessing.get_context("spawn")
         self._connection, theirs = context.Pipe()
         self._child = context.Process(target=quantizer_child.serve, args=(theirs, job), daemon=True)
-        with _without_interrupts():
+        with without_interrupts():
             self._child.start()
         theirs.close()
 
@@ -224,19 +223,6 @@ class Quantizer:
         if value != 0:
             raise QuantizeError(f"{self.source.path}: {log.failure or 'libllama cannot quantize it'}")
         return log
-
-
-@contextlib.contextmanager
-def _without_interrupts() -> Iterator[None]:
-    """A child started here ignores Ctrl-C from its first moment; the parent, which ends it, does not."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGINT, before)
 
 
 def _check_output(path: Path, plan: Plan) -> None:

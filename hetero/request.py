@@ -45,8 +45,12 @@ class Request:
     block_tables: list[list[int]] = field(default_factory=list)
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
-    in_flight: bool = False  # part of a step whose result is not in yet
+    num_in_flight: int = 0  # steps that compute tokens of it and whose results are not in yet
     abort_requested: bool = False
+
+    @property
+    def in_flight(self) -> bool:
+        return self.num_in_flight > 0
 
     @property
     def num_tokens(self) -> int:
@@ -84,6 +88,7 @@ class OutputDelta:
     logprobs: list[TokenLogprob] = field(default_factory=list)
     finish_reason: FinishReason | None = None
     error: str | None = None
+    error_code: str | None = None  # as in RequestError, where there is one
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

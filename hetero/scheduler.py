@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
-from collections import deque
+import itertools
+from collections import Counter, deque
 from collections.abc import Collection, Mapping, Sequence
 
+from hetero import shares
+from hetero.admission import Admission
 from hetero.batch import Step
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request, RequestError, RequestStatus
@@ -29,11 +32,12 @@ class Scheduler:
     After MAX_PREEMPTIONS, a request is admitted only when the worst case of all older ones and
     itself fits: newer ones are preempted before it, so it is never preempted again.
 
-    A request is in at most one step in flight. With P pipeline stages up to P steps are in
-    flight, each with its share of the running requests.
+    With P pipeline stages about P steps are in flight, each with its share of the running requests
+    by cost. A request that waits for its next token is in one of them; the chunks of a prompt follow
+    each other through the stages without waiting, since its tokens are known.
 
-    `num_computed_tokens` advances in `update`; while a request is in flight it is the position
-    where its scheduled tokens start. Updates come in the order of the steps.
+    `num_computed_tokens` advances as tokens are scheduled: stages compute steps in their order, so
+    whatever is scheduled later may rely on them. Updates come in the order of the steps, too.
     """
 
     def __init__(
@@ -62,7 +66,7 @@ class Scheduler:
         self._doomed: set[int] = set()  # in flight behind a step that failed
         self._last_step_id = 0
         self._admission_held = False
-        self._refused: tuple[str, int, list[int]] | None = None  # who lacked room, when, with how much
+        self._admission = Admission(kv, max_num_batched_tokens, self.max_total_tokens)
 
     # -- requests ------------------------------------------------------------------------------
 
@@ -148,13 +152,15 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step) -> None:
-        ready = [r for r in self._running if not r.in_flight]
-        ready = ready[: self._share(len(self._running))]
-        set_aside = sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)
+        ready = self.micro_batch()
+        most = self._token_budget()
+        newcomers = bool(self._waiting) and len(self._running) < self.max_num_seqs
+        set_aside = shares.kept_for_newcomers(most, newcomers)
+        set_aside += sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)
         for request in ready:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one in this very step
-            budget = self.max_num_batched_tokens - step.num_tokens
+            budget = most - step.num_tokens
             if request.num_tokens - request.num_computed_tokens == 1:
                 set_aside -= 1
             else:
@@ -169,21 +175,22 @@ class Scheduler:
 
     def _schedule_waiting(self, step: Step) -> None:
         everybody = min(self.max_num_seqs, len(self._running) + len(self._waiting))
+        most = self._token_budget()
         while (
             self._waiting
             and len(self._running) < self.max_num_seqs
-            and len(step.requests) < self._share(everybody)
-            and step.num_tokens < self.max_num_batched_tokens
+            and len(step.requests) < shares.share_of(everybody, self.pipeline_depth)
+            and step.num_tokens < most
         ):
             request = self._waiting[0]
             if not self._may_admit(request):
                 break
             self.kv.match(request)
-            if self._running and not self._has_room(request):
+            if self._running and not self._admission.has_room(self._running, request):
                 self._take_back(request)
-                self._refused = (request.request_id, step.step_id, self.kv.available_blocks())
+                self._admission.refuse(request, step.step_id)
                 break
-            count = self._claim(request, self.max_num_batched_tokens - step.num_tokens, step)
+            count = self._claim(request, most - step.num_tokens, step)
             if count == 0:
                 self._take_back(request)
                 break
@@ -194,23 +201,43 @@ class Scheduler:
             request.status = RequestStatus.RUNNING
             self._put(request, count, step)
 
-    def _share(self, num_requests: int) -> int:
-        return -(-num_requests // self.pipeline_depth)
+    def micro_batch(self) -> list[Request]:
+        """The running requests that the next step serves, in order: about 1/P of what all that run
+        cost, and further chunks of prompts that are on their way already."""
+        lost = {id(r) for step_id in self._doomed for r in self._steps[step_id].requests}
+        ready = [
+            r
+            for r in self._running
+            if r.num_computed_tokens < r.num_tokens and not r.abort_requested and id(r) not in lost
+        ]
+        idle = [r for r in ready if not r.in_flight]
+        chosen = set(map(id, shares.take_share(idle, self._running, self.pipeline_depth)))
+        return [r for r in ready if r.in_flight or id(r) in chosen]
+
+    def _token_budget(self) -> int:
+        soon = itertools.islice(self._waiting, self.max_num_seqs - len(self._running))
+        return shares.token_budget(
+            itertools.chain(self._running, soon), self.max_num_batched_tokens, self.pipeline_depth
+        )
 
     def _claim(self, request: Request, budget: int, step: Step) -> int:
         """Reuse what is cached, then take blocks for up to `budget` further tokens."""
+        if request.block_tables:
+            self.kv.trim(request)  # steps in flight have block tables of their own
         if request.num_tokens - request.num_computed_tokens > 1:
             self.kv.match(request)
             step.copies += self.kv.match_tail(request)
         return self.kv.allocate(request, min(budget, request.num_tokens - request.num_computed_tokens))
 
     def _put(self, request: Request, count: int, step: Step) -> None:
-        end = request.num_computed_tokens + count
+        start = request.num_computed_tokens
         step.requests.append(request)
+        step.starts.append(start)
         step.num_scheduled_tokens.append(count)
-        step.sampled.append(end == request.num_tokens)
-        request.in_flight = True
-        self.kv.commit(request, end)
+        step.sampled.append(start + count == request.num_tokens)
+        request.num_computed_tokens = start + count
+        request.num_in_flight += 1
+        self.kv.commit(request, start + count)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -218,42 +245,8 @@ class Scheduler:
         if not self._running:
             return True  # alone it fits
         if self._admission_held or request.num_preemptions >= MAX_PREEMPTIONS:
-            return self._worst_case_fits(request)
-        return not self._still_refused(request)
-
-    def _still_refused(self, request: Request) -> bool:
-        """Whether the request lacked room a few steps ago, and there is no more now.
-
-        Spares the walk through the tree in each step; now and then the tree has grown.
-        """
-        if self._refused is None or self._refused[0] != request.request_id:
-            return False
-        _, step_id, available = self._refused
-        recent = self._last_step_id - step_id < self.kv.block_size
-        return recent and all(
-            now <= then for now, then in zip(self.kv.available_blocks(), available, strict=True)
-        )
-
-    def _worst_case_fits(self, request: Request) -> bool:
-        """Whether all that runs and `request` can go to their ends without any preemption."""
-        peaks = [
-            self.kv.peak_blocks(self.max_total_tokens(r), self.max_num_batched_tokens)
-            for r in (*self._running, request)
-        ]
-        usable = [pool.num_usable for pool in self.kv.pools]
-        return all(sum(need) <= most for need, most in zip(zip(*peaks, strict=True), usable, strict=True))
-
-    def _has_room(self, request: Request) -> bool:
-        """Whether what all have to catch up with fits, and one block more for each to grow.
-
-        Admitting on less would compute a prompt only to preempt it.
-        """
-        room = self.kv.available_blocks()
-        for r in (*self._running, request):
-            goal = min(r.num_tokens + self.kv.block_size, self.max_total_tokens(r))
-            missing = self.kv.missing_blocks(r, goal, self.kv.block_size)
-            room = [have - need for have, need in zip(room, missing, strict=True)]
-        return min(room) >= 0
+            return self._admission.worst_case_fits(self._running, request)
+        return not self._admission.still_refused(request, self._last_step_id)
 
     def _take_back(self, request: Request) -> None:
         """Undo the match of a request that is not admitted after all."""
@@ -309,10 +302,11 @@ class Scheduler:
         self._doomed.discard(step.step_id)
         ended = []
         for i, request in enumerate(step.requests):
-            request.in_flight = False
+            request.num_in_flight -= 1
+            if request.status is RequestStatus.FINISHED:
+                continue  # it ended when an earlier one of its steps failed
             reason: FinishReason | None = FinishReason.ERROR
             if not failed:
-                request.num_computed_tokens += step.num_scheduled_tokens[i]
                 self.kv.trim(request)
                 reason = (finished or {}).get(request.request_id)
                 reason = self._take_token(request, step.sampled[i], sampled[i], reason)
@@ -329,6 +323,16 @@ class Scheduler:
             self._distrust_cache()
         return ended
 
+    def fail_all(self) -> list[Request]:
+        """End all requests with an error, and forget the cache. No step may be in flight."""
+        assert not self._steps
+        ended, self._running = [*self._running, *self._waiting], []
+        self._waiting.clear()
+        for request in ended:
+            self._end(request, FinishReason.ERROR, cache=False)
+        self.kv.clear_cache()
+        return ended
+
     def _take_token(
         self, request: Request, due: bool, token: int | None, reason: FinishReason | None
     ) -> FinishReason | None:
@@ -336,7 +340,7 @@ class Scheduler:
             request.output_token_ids.append(token)
             self.counters.generated_tokens += 1
         if request.abort_requested:
-            return FinishReason.ABORT
+            return None if request.in_flight else FinishReason.ABORT
         if reason is not None:
             return reason
         if due and token is None:
@@ -352,7 +356,7 @@ class Scheduler:
         del self._requests[request.request_id]
         del self._arrival[request.request_id]
         self._admission_held = False
-        self._refused = None
+        self._admission.forget_refusal()
         self.counters.finished[reason] += 1
         self.counters.cached_tokens += request.num_cached_tokens
 
@@ -375,12 +379,16 @@ class Scheduler:
         assert order == sorted(order) and len(set(order)) == len(order), "not in arrival order"
         assert set(self._requests) == set(self._arrival) and len(order) == len(self._requests)
         assert len(self._running) <= self.max_num_seqs
-        in_flight = [r.request_id for step in self._steps.values() for r in step.requests]
-        assert len(set(in_flight)) == len(in_flight), "a request is in two steps"
+        in_flight = Counter(id(r) for step in self._steps.values() for r in step.requests)
+        steps = self._steps.values()
+        sampling = [id(r) for s in steps for r, due in zip(s.requests, s.sampled, strict=True) if due]
+        assert len(set(sampling)) == len(sampling), "a request waits for two next tokens"
         for request in self._running:
             assert request.status is RequestStatus.RUNNING
-            assert request.in_flight == (request.request_id in in_flight)
-            assert request.num_computed_tokens < request.num_tokens < self.max_total_tokens(request)
+            assert request.num_in_flight == in_flight[id(request)]
+            waits = request.num_computed_tokens == request.num_tokens
+            assert waits == (id(request) in sampling)
+            assert request.num_computed_tokens <= request.num_tokens < self.max_total_tokens(request)
             assert request.num_preemptions <= MAX_PREEMPTIONS
         for request in self._waiting:
             assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
@@ -389,5 +397,5 @@ class Scheduler:
             assert (request.status is RequestStatus.FINISHED) == (request.request_id not in self._requests)
             assert 0 <= request.num_cached_tokens < len(request.prompt_token_ids)
             if request.status is RequestStatus.FINISHED:
-                assert not request.block_tables and not request.in_flight
+                assert not request.block_tables and (self._doomed or not request.in_flight)
         assert self.kv.num_pinned == sum(len(step.copies) for step in self._steps.values())

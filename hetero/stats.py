@@ -52,6 +52,18 @@ def _requests() -> Histogram:
 
 
 @dataclass(slots=True)
+class StageTotals:
+    """What steps have cost at one stage so far: seconds and bytes. Busy is transfers and computing."""
+
+    queue_seconds: float = 0.0
+    busy_seconds: float = 0.0
+    transfer_seconds: float = 0.0
+    bytes_in: int = 0
+    bytes_out: int = 0
+    restarts: int = 0  # after it was lost
+
+
+@dataclass(slots=True)
 class EngineStats:
     """A snapshot. Counters are totals since the start, times are seconds.
 
@@ -71,6 +83,7 @@ class EngineStats:
     steps: int = 0
     step_seconds: float = 0.0
     host_seconds: float = 0.0
+    stages: list[StageTotals] = field(default_factory=list)
     ttft: Histogram = field(default_factory=_requests)
     inter_token: Histogram = field(default_factory=_tokens)
     queue: Histogram = field(default_factory=_requests)

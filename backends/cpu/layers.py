@@ -4,10 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
+
+from backends.base import BatchLike
 from backends.cpu.graph import CpuGraphBuilder
 from backends.cpu.packed import PackedWeights, packable
 from backends.cpu.pools import CpuKV
+from backends.ggml.attention_layout import Layout
 from backends.ggml.devices import Device, DeviceError
+from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.probe import PLAIN, Verdicts, probe
@@ -16,6 +21,7 @@ from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
 
 EMBEDDING = "token_embd.weight"
+NO_LAYOUT = Layout((), [], None, None)
 
 
 class CpuLayers:
@@ -52,8 +58,31 @@ class CpuLayers:
         self.weight_bytes = self.weights.nbytes + self._packed.nbytes
         self.kv = CpuKV(config, device, self.weights, sorted(group_of), group_of, num_blocks)
 
-    def new_builder(self, rows: int, kind: type[CpuGraphBuilder] = CpuGraphBuilder) -> CpuGraphBuilder:
+    def new_builder(
+        self, rows: int, layout: Layout, kind: type[CpuGraphBuilder] = CpuGraphBuilder
+    ) -> CpuGraphBuilder:
         return kind(self._config, self._device, self.weights, rows, self.kv, self._packed)
+
+    def layout(self, batch: BatchLike, rows: int) -> Layout:
+        """The kernels read block tables: the shape of a graph does not depend on what is attended."""
+        return NO_LAYOUT
+
+    def largest_layout(self, rows: int) -> Layout:
+        return NO_LAYOUT
+
+    def embed(self, g: GraphBuilder) -> tuple[int, int]:
+        """(input of the graph, hidden rows)."""
+        ids = g.input_i32(g.rows)
+        return ids, g.embed(ids, EMBEDDING, self._config.embedding_scale)
+
+    def token_input(self, ids: np.ndarray) -> np.ndarray:
+        return ids
+
+    def counters(self) -> dict[str, int]:
+        return {}
+
+    def set_step(self, g: GraphBuilder, batch: BatchLike, layout: Layout, upload: object) -> None:
+        self.kv.header.set(batch)
 
     def close(self) -> None:
         self.kv.close()

@@ -9,6 +9,8 @@ import numpy as np
 
 from backends.base import BatchLike
 from backends.cpu.graph import CpuGraphBuilder
+from backends.cpu.layers import CpuLayers
+from backends.ggml.attention_layout import Layout
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import shape_of
 from backends.ggml.stage import GgmlStage
@@ -74,5 +76,6 @@ class ObservingStage(GgmlStage):
     def check_invariants(self) -> None:
         assert all(np.isfinite(s).all() and (s >= 0).all() for s in self.sums.values())
 
-    def _new_builder(self, rows: int) -> GraphBuilder:
-        return self._layers.new_builder(rows, ObservingBuilder)
+    def _new_builder(self, rows: int, layout: Layout) -> GraphBuilder:
+        assert isinstance(self._layers, CpuLayers)
+        return self._layers.new_builder(rows, layout, ObservingBuilder)

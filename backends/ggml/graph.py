@@ -26,9 +26,11 @@ class GraphBuilder:
     `rows` is the graph's number of token rows T, padding included.
     """
 
-    def __init__(self, config: ModelConfig, device: Device, weights: Weights, rows: int):
+    def __init__(
+        self, config: ModelConfig, device: Device, weights: Weights, rows: int, extra_nodes: int = 0
+    ):
         self.lib, self.config, self.device, self.weights, self.rows = ggml(), config, device, weights, rows
-        nodes = MAX_NODES * (config.n_layer + 2)
+        nodes = (MAX_NODES + extra_nodes) * (config.n_layer + 2)
         self.context = self.lib.context(2 * nodes, nodes)
         self.graph = self.lib.new_graph_custom(self.context, nodes, False)
 
@@ -45,7 +47,9 @@ class GraphBuilder:
 
     def embed(self, ids: int, name: str, scale: float) -> int:
         """Rows of the embedding matrix, times `scale`."""
-        x = self.lib.get_rows(self.context, self.weights.tensor(name), ids)
+        return self.scaled(self.lib.get_rows(self.context, self.weights.tensor(name), ids), scale)
+
+    def scaled(self, x: int, scale: float) -> int:
         return x if scale == 1.0 else self.lib.scale(self.context, x, scale)
 
     def select(self, x: int, rows: int) -> int:
@@ -81,7 +85,7 @@ class GraphBuilder:
 
         `projections` is what `norm_linear` returned for q, k and v.
         """
-        raise NotImplementedError(f"no paged attention for device {self.device.info.name} yet")
+        raise NotImplementedError  # backends.cpu.graph and paged_graph have one each
 
     def argmax(self, logits: int) -> int | None:
         """int32 [L] (see base.StageBackend.argmax), None where the device has no kernel for it."""

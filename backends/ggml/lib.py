@@ -13,18 +13,20 @@ import importlib.util
 import os
 import sys
 from pathlib import Path
+from typing import Any
 
 P, I32, I64, F32 = C.c_void_p, C.c_int, C.c_int64, C.c_float
 SIZE, BOOL, STR = C.c_size_t, C.c_bool, C.c_char_p
 
 # ggml_type ids that the graphs name themselves; quant.types has them all
-TYPE_F32, TYPE_F16, TYPE_I32 = 0, 1, 26
+TYPE_F32, TYPE_F16, TYPE_I32, TYPE_I64 = 0, 1, 26, 27
 
 # struct ggml_tensor in 8-byte words (4-byte `type` is padded to the first one)
-WORD_BUFFER, WORD_NE, WORD_NB, WORD_SRC, WORD_DATA = 1, 2, 6, 19, 31
+WORD_BUFFER, WORD_NE, WORD_NB, WORD_SRC, WORD_VIEW_OFFSET, WORD_DATA = 1, 2, 6, 19, 30, 31
 TENSOR_WORDS = 42
 
 STATUS_SUCCESS = 0
+LOG_WARN, LOG_ERROR = 3, 4
 BUFFER_USAGE_WEIGHTS, BUFFER_USAGE_COMPUTE = 1, 2
 DEVICE_KINDS = {0: "cpu", 1: "gpu", 2: "igpu", 3: "accel", 4: "meta"}
 
@@ -39,6 +41,10 @@ SPIN_COUNT = "1000"
 
 class GgmlError(RuntimeError):
     """ggml is missing, of an unknown layout, or a device refused an allocation."""
+
+
+class DeviceError(ValueError):
+    """A device that does not exist or cannot be opened; the message is one line for the user."""
 
 
 class InitParams(C.Structure):
@@ -81,7 +87,17 @@ SIGNATURES: dict[str, tuple] = {
     "get_rows": ("base", P, P, P, P),
     "swiglu_split": ("base", P, P, P, P),
     "geglu_split": ("base", P, P, P, P),
+    "reshape_2d": ("base", P, P, P, I64, I64),
     "reshape_3d": ("base", P, P, P, I64, I64, I64),
+    "view_4d": ("base", P, P, P, I64, I64, I64, I64, SIZE, SIZE, SIZE, SIZE),
+    "backend_view_init": ("base", I32, P),
+    "permute": ("base", P, P, P, I32, I32, I32, I32),
+    "cont": ("base", P, P, P),
+    "concat": ("base", P, P, P, P, I32),
+    "set_rows": ("base", P, P, P, P, P),
+    "soft_max_ext": ("base", P, P, P, P, F32, F32),
+    "flash_attn_ext": ("base", P, P, P, P, P, P, F32, F32, F32),
+    "flash_attn_ext_set_prec": ("base", None, P, I32),
     "rope_ext": ("base", P, P, P, P, P, I32, I32, I32, F32, F32, F32, F32, F32, F32),
     "custom_4d": ("base", P, P, I32, I64, I64, I64, I64, C.POINTER(P), I32, P, I32, P),
     "new_graph_custom": ("base", P, P, SIZE, BOOL),
@@ -93,6 +109,11 @@ SIGNATURES: dict[str, tuple] = {
     "gallocr_get_buffer_size": ("base", SIZE, P, I32),
     "backend_free": ("base", None, P),
     "backend_graph_compute": ("base", I32, P, P),
+    "backend_graph_compute_async": ("base", I32, P, P),
+    "backend_synchronize": ("base", None, P),
+    "backend_tensor_set_async": ("base", None, P, P, P, SIZE, SIZE),
+    "backend_tensor_get_async": ("base", None, P, P, P, SIZE, SIZE),
+    "backend_tensor_copy": ("base", None, P, P),
     "backend_tensor_set": ("base", None, P, P, SIZE, SIZE),
     "backend_tensor_get": ("base", None, P, P, SIZE, SIZE),
     "backend_tensor_alloc": ("base", I32, P, P, P),
@@ -111,11 +132,17 @@ SIGNATURES: dict[str, tuple] = {
     "backend_dev_supports_op": ("base", BOOL, P, P),
     "backend_dev_backend_reg": ("base", P, P),
     "backend_reg_name": ("base", STR, P),
+    "backend_reg_dev_count": ("base", SIZE, P),
+    "backend_reg_dev_get": ("base", P, P, SIZE),
     "backend_reg_get_proc_address": ("base", P, P, STR),
+    "backend_reg_count": ("registry", SIZE),
+    "backend_reg_get": ("registry", P, SIZE),
     "backend_dev_count": ("registry", SIZE),
     "backend_dev_get": ("registry", P, SIZE),
     "backend_load_all_from_path": ("registry", None, STR),
+    "threadpool_params_init": ("base", None, P, I32),
     "log_set": ("base", None, P, P),
+    "set_abort_callback": ("base", P, P),
     "quantize_chunk": ("base", SIZE, I32, P, P, I64, I64, I64, P),
     "version": ("base", STR),
 }
@@ -130,16 +157,28 @@ class Library:
             os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
         handles = {"base": _open(folder, "ggml-base")}
         cpu = _find(folder, "ggml-cpu")
-        if cpu is not None:  # libggml of such a build links its CPU backend
+        if cpu is not None:  # libggml of such a build may link its CPU backend
             handles["cpu"] = _open(folder, "ggml-cpu")
         handles["registry"] = _open(folder, "ggml")
         for name, (where, result, *arguments) in SIGNATURES.items():
             function = getattr(handles[where], f"ggml_{name}")
             function.restype, function.argtypes = result, arguments
             setattr(self, name, function)
-        if cpu is None:
-            self.backend_load_all_from_path(os.fsencode(folder))
+        self._load_backends()
         self._assert_tensor_layout()
+
+    def _load_backends(self) -> None:
+        """In a build whose backends are separate libraries, load those that run here, the best CPU one."""
+
+        @C.CFUNCTYPE(None, I32, STR, P)
+        def complain(level: int, text: bytes, _: int) -> None:
+            if level in (LOG_WARN, LOG_ERROR):
+                sys.stderr.write(text.decode(errors="replace"))
+
+        self.log_set(C.cast(complain, P), None)  # which library was loaded from where is no news
+        if not self.backend_dev_count():
+            self.backend_load_all_from_path(os.fsencode(self.folder))
+        self.log_set(None, None)
 
     def __getattr__(self, name: str):  # only reached for a name that SIGNATURES lacks
         raise AttributeError(f"ggml_{name} is not in the binding's table")
@@ -179,6 +218,12 @@ def set_buffer(tensor: int, buffer: int | None) -> None:
 def shape_of(tensor: int) -> tuple[int, ...]:
     """ne[0..3], row length first."""
     return tuple(word_of(tensor, WORD_NE + i) for i in range(4))
+
+
+def procedure(registry: int, name: str, result: Any, *arguments: Any) -> Any:
+    """A function that only some backends have, asked of a backend's registry; None if it lacks it."""
+    address = ggml().backend_reg_get_proc_address(registry, name.encode())
+    return C.CFUNCTYPE(result, *arguments)(address) if address else None
 
 
 @functools.cache

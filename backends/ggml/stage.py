@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backends.base import BatchLike
+from backends.ggml.attention_layout import Layout, bucket
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
@@ -21,6 +22,7 @@ from quant.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from backends.cpu.layers import CpuLayers
+    from backends.ggml.layers import DeviceLayers
 
 MAX_GRAPHS = 96  # shapes kept; a graph's metadata is a few hundred KiB
 
@@ -67,17 +69,6 @@ def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) ->
     return names + (["rope_freqs.weight"] if "rope_freqs.weight" in gguf.tensors else [])
 
 
-def bucket(count: int, low: int, limit: int) -> int:
-    """The number of rows a graph for `count` rows has: exact up to 8, then four sizes per doubling.
-
-    At least `low`, and at most `limit` unless `low` is more. 0 stays 0.
-    """
-    if count == 0:
-        return 0
-    step = 1 << max(0, count.bit_length() - 3)
-    return max(low, min(-(-count // step) * step, limit))
-
-
 class GgmlStage:
     """Runs steps of its layers. Not thread-safe: one worker drives it. See base.StageBackend."""
 
@@ -94,11 +85,13 @@ class GgmlStage:
         self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
         self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
         self._layers = self._open(gguf, progress)
-        self._graphs: OrderedDict[tuple[int, int], _Graph] = OrderedDict()
+        self._graphs: OrderedDict[tuple, _Graph] = OrderedDict()
+        self._alive: list[np.ndarray] = []  # what the device may still be reading
         self._allocator = self._lib.gallocr_new(device.buffer_type)
         # the largest graph first: its compute buffer then serves all the others
         low = self._layers.min_rows
-        self._graph(max(low, spec.max_tokens), max(low, spec.max_logits) if self.is_last else 0)
+        rows = max(low, spec.max_tokens)
+        self._graph(rows, max(low, spec.max_logits) if self.is_last else 0, self._layers.largest_layout(rows))
         width = config.n_vocab if self.is_last else config.n_embd
         rows = spec.max_logits if self.is_last else spec.max_tokens
         # with a single stage a result is used before the next step starts
@@ -114,14 +107,13 @@ class GgmlStage:
         """See base.StageBackend."""
         tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
         low = self._layers.min_rows
-        graph = self._graph(
-            bucket(tokens, low, self.spec.max_tokens), bucket(logits, low, self.spec.max_logits)
-        )
-        rows = graph.builder.rows
+        rows = bucket(tokens, low, self.spec.max_tokens)
+        layout = self._layers.layout(batch, rows)
+        graph = self._graph(rows, bucket(logits, low, self.spec.max_logits), layout)
         self._layers.kv.copy_blocks(batch.copies)
-        self._layers.kv.header.set(batch)
+        self._layers.set_step(graph.builder, batch, layout, self._set)
         if self.is_first:
-            self._set(graph.source, _padded(batch.input_ids, rows))
+            self._set(graph.source, self._layers.token_input(_padded(batch.input_ids, rows)))
         else:
             assert hidden is not None and hidden.shape == (tokens, self.config.n_embd)
             self._set(graph.source, np.ascontiguousarray(hidden))
@@ -134,15 +126,18 @@ class GgmlStage:
         assert self._prepared is not None, "no step was prepared"
         (graph, count), self._prepared = self._prepared, None
         start = time.perf_counter()
-        status = self._lib.backend_graph_compute(self.device.backend, graph.builder.graph)
-        self.graph_seconds = time.perf_counter() - start
+        status = self._lib.backend_graph_compute_async(self.device.backend, graph.builder.graph)
         if status != STATUS_SUCCESS:
             raise StageError(f"device {self.device.info.name}: ggml status {status}")
         self.argmax = None
         if graph.argmax is not None:
             self.argmax = np.empty(count, np.int32)
             self._get(graph.argmax, self.argmax)
-        return self._result(graph, count)
+        result = self._result(graph, count)
+        self._lib.backend_synchronize(self.device.backend)
+        self.graph_seconds = time.perf_counter() - start
+        self._alive.clear()
+        return result
 
     def memory(self) -> dict[str, int]:
         return {
@@ -151,6 +146,10 @@ class GgmlStage:
             "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
         }
 
+    def counters(self) -> dict[str, int]:
+        """See base.StageBackend."""
+        return self._layers.counters()
+
     def close(self) -> None:
         """Free everything on the device. The stage cannot be used afterwards."""
         self._free_graphs()
@@ -158,32 +157,37 @@ class GgmlStage:
         self._layers.close()
         self.device.close()
 
-    def _open(self, gguf: GGUFFile, progress: Progress | None) -> CpuLayers:
+    def _open(self, gguf: GGUFFile, progress: Progress | None) -> CpuLayers | DeviceLayers:
         """Weights, KV pools and graph builder, as this device's kernels call for."""
-        if not self.device.is_cpu:
-            raise DeviceError(f"device {self.device.info.name}: only CPU devices can hold layers yet")
-        from backends.cpu.layers import CpuLayers  # compiles or loads the kernels
-
         spec = self.spec
         names = stage_weights(self.config, gguf, spec.first, spec.last)
         head = self._head if self.is_last else None
         group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
-        return CpuLayers(
+        return self._kind()(
             gguf, self.config, self.device, names, self.is_first, head, group_of, spec.num_blocks, progress
         )
 
-    def _new_builder(self, rows: int) -> GraphBuilder:
-        return self._layers.new_builder(rows)
+    def _kind(self) -> type[CpuLayers] | type[DeviceLayers]:
+        if self.device.is_cpu:
+            from backends.cpu.layers import CpuLayers  # compiles or loads the kernels
 
-    def _graph(self, rows: int, logits: int) -> _Graph:
-        key = (rows, logits)
+            return CpuLayers
+        from backends.ggml.layers import DeviceLayers
+
+        return DeviceLayers
+
+    def _new_builder(self, rows: int, layout: Layout) -> GraphBuilder:
+        return self._layers.new_builder(rows, layout)
+
+    def _graph(self, rows: int, logits: int, layout: Layout) -> _Graph:
+        key = (rows, logits, layout.key)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         if len(self._graphs) >= MAX_GRAPHS:
             self._lib.free(self._graphs.popitem(last=False)[1].builder.context)
         size = self._lib.gallocr_get_buffer_size(self._allocator, 0)
-        graph = self._build(self._new_builder(rows), logits)
+        graph = self._build(self._new_builder(rows, layout), logits)
         if not self._lib.gallocr_alloc_graph(self._allocator, graph.builder.graph):
             raise DeviceError(f"device {self.device.info.name}: no memory for the compute buffer")
         if self._lib.gallocr_get_buffer_size(self._allocator, 0) != size:
@@ -200,8 +204,7 @@ class GgmlStage:
 
     def _build(self, g: GraphBuilder, logits: int) -> _Graph:
         if self.is_first:
-            source = g.input_i32(g.rows)
-            x = g.embed(source, "token_embd.weight", self.config.embedding_scale)
+            source, x = self._layers.embed(g)
         else:
             source = x = g.input_f32(self.config.n_embd, g.rows)
         keep = g.input_i32(logits) if logits else None
@@ -229,10 +232,11 @@ class GgmlStage:
         return out
 
     def _get(self, tensor: int, out: np.ndarray) -> None:
-        self._lib.backend_tensor_get(tensor, out.ctypes.data, 0, out.nbytes)
+        self._lib.backend_tensor_get_async(self.device.backend, tensor, out.ctypes.data, 0, out.nbytes)
 
     def _set(self, tensor: int, values: np.ndarray) -> None:
-        self._lib.backend_tensor_set(tensor, values.ctypes.data, 0, values.nbytes)
+        self._alive.append(values)
+        self._lib.backend_tensor_set_async(self.device.backend, tensor, values.ctypes.data, 0, values.nbytes)
 
 
 def _padded(values: np.ndarray, count: int) -> np.ndarray:

@@ -118,7 +118,7 @@ class Weights:
 
 
 class DeviceTensors:
-    """Zeroed tensors of our own on a device (KV pools, in types that ggml knows)."""
+    """Tensors of our own on a device (KV pools, in types that ggml knows), with whatever the memory holds."""
 
     def __init__(self, device: Device, shapes: list[tuple[int, int, int]]):
         """`shapes`: ggml type, row length, rows of each tensor. Raises DeviceError for lack of memory."""
@@ -133,6 +133,11 @@ class DeviceTensors:
             wanted = sum(lib.nbytes(h) for h in self.handles)
             raise DeviceError(f"device {device.info.name}: no memory for {wanted} bytes of KV cache")
         self.nbytes = lib.backend_buffer_get_size(self._buffer) if self._buffer else 0
+
+    def clear(self) -> None:
+        """Set everything to zero."""
+        if self._buffer:
+            self._lib.backend_buffer_clear(self._buffer, 0)
 
     def close(self) -> None:
         if self._context:

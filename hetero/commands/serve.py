@@ -46,9 +46,9 @@ def serve(settings: Settings) -> int:
         with contextlib.ExitStack() as held:  # the port, so that nobody takes it while the model loads
             for sock in bind(settings.host, settings.port):
                 held.enter_context(sock)
-            prepared = prepare(settings)
-            require_fit(prepared)
             with loading() as progress:
+                prepared = prepare(settings, progress)
+                require_fit(prepared)
                 engine, placements = load(prepared, settings, progress)
 
         def show(host: str, port: int) -> None:
@@ -144,15 +144,17 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     return (*settings.api_key, *keys)
 
 
-def bind(host: str, port: int) -> list[socket.socket]:
-    """Sockets bound to all addresses of `host`, not yet listening. Raises PortError.
+def bind(
+    host: str, port: int, host_flag: str = "--host", port_flag: str = "--port"
+) -> list[socket.socket]:
+    """Sockets bound to all addresses of `host`, not yet listening. Raises PortError, naming the flags.
 
     Held from before the model loads, so that nobody can take the port meanwhile.
     """
     try:
         infos = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
     except (socket.gaierror, UnicodeError):
-        raise PortError(f"--host {host}: no such address") from None
+        raise PortError(f"{host_flag} {host}: no such address") from None
     sockets: list[socket.socket] = []
     for family, kind, protocol, _, address in dict.fromkeys(infos):
         sock = socket.socket(family, kind, protocol)
@@ -167,5 +169,5 @@ def bind(host: str, port: int) -> list[socket.socket]:
             for opened in sockets:
                 opened.close()
             reason = "is taken by another program" if exc.errno == errno.EADDRINUSE else str(exc.strerror)
-            raise PortError(f"port {port} on {host}: {reason}; choose another with --port") from None
+            raise PortError(f"port {port} on {host}: {reason}; choose another with {port_flag}") from None
     return sockets

@@ -5,17 +5,20 @@ from __future__ import annotations
 from collections import OrderedDict
 from typing import Any
 
+from hetero.kv.free_runs import FreeRuns
+
 SCRATCH_BLOCK = 0  # padding tokens write here; never handed out
 
 
 class BlockPool:
     """Reference-counted fixed-size blocks. Every block but the scratch block is exactly one of
 
-    free        on the free list, content worthless
+    free        in a run of free blocks, content worthless
     idle        kept by an owner (a node of the prefix tree), referenced by nobody: may be reclaimed
     referenced  in a live block table or the source of a pending copy; with or without an owner
 
-    `num_blocks` counts the scratch block. Every operation is O(1).
+    `num_blocks` counts the scratch block. Every operation is O(1). A sequence whose blocks follow each
+    other is attended where it lies, without a copy, so blocks are handed out in that way where it can be.
     """
 
     def __init__(self, num_blocks: int):
@@ -24,7 +27,8 @@ class BlockPool:
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
         self._owners: list[Any] = [None] * num_blocks
-        self._free = list(range(num_blocks - 1, SCRATCH_BLOCK, -1))
+        self._free = FreeRuns(num_blocks)
+        self._free.put_all(SCRATCH_BLOCK + 1)
         self._idle: OrderedDict[int, None] = OrderedDict()  # oldest last use first
 
     @property
@@ -44,13 +48,31 @@ class BlockPool:
         """Blocks that can be had without taking any from a live request."""
         return len(self._free) + len(self._idle)
 
-    def allocate(self) -> int | None:
-        """A free block, now referenced once; None when all are idle or referenced."""
-        if not self._free:
+    @property
+    def longest_run(self) -> int:
+        """Free blocks in a row: at least this many somewhere, and nowhere twice as many."""
+        return self._free.longest
+
+    def allocate(self, after: int | None = None, room: int = 1) -> int | None:
+        """A free block, now referenced once; None when all are idle or referenced.
+
+        The one behind `after` if it is free. Otherwise a place where a sequence of about `room` blocks
+        can grow, and that leaves the sequence before it as much space: in the middle of a long run.
+        """
+        if after is not None and after + 1 in self._free:
+            block = first = after + 1
+        elif self._free:
+            first, end = self._free.long_run()
+            half = (end - first) // 2
+            block = first + half if first > SCRATCH_BLOCK + 1 and half >= room else first
+        else:
             return None
-        block = self._free.pop()
+        self._free.take(block, first)
         self.ref_counts[block] = 1
         return block
+
+    def is_idle(self, block: int) -> bool:
+        return block in self._idle
 
     def acquire(self, block: int) -> None:
         """One more reference to an idle or referenced block."""
@@ -65,7 +87,7 @@ class BlockPool:
         self.ref_counts[block] -= 1
         if self.ref_counts[block] == 0:
             if self._owners[block] is None:
-                self._free.append(block)
+                self._free.put(block)
             else:
                 self._idle[block] = None
 
@@ -82,7 +104,7 @@ class BlockPool:
         self._owners[block] = None
         if self.ref_counts[block] == 0:
             del self._idle[block]
-            self._free.append(block)
+            self._free.put(block)
 
     def owner(self, block: int) -> Any:
         return self._owners[block]
@@ -93,15 +115,14 @@ class BlockPool:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each block is in exactly one state. O(num_blocks)."""
-        free = set(self._free)
-        assert len(free) == len(self._free), "a block is twice on the free list"
-        assert SCRATCH_BLOCK not in free and SCRATCH_BLOCK not in self._idle
+        self._free.check_invariants()
+        assert SCRATCH_BLOCK not in self._free and SCRATCH_BLOCK not in self._idle
         assert self.ref_counts[SCRATCH_BLOCK] == 0 and self._owners[SCRATCH_BLOCK] is None
         for block in range(1, self.num_blocks):
             referenced = self.ref_counts[block] > 0
             assert self.ref_counts[block] >= 0
-            assert (block in free) + (block in self._idle) + referenced == 1, f"block {block}"
-            if block in free:
+            assert (block in self._free) + (block in self._idle) + referenced == 1, f"block {block}"
+            if block in self._free:
                 assert self._owners[block] is None, f"free block {block} has an owner"
             elif not referenced:
                 assert self._owners[block] is not None, f"idle block {block} has no owner"

@@ -12,21 +12,27 @@ from hetero.kv.prefix_tree import Node, PrefixTree
 from hetero.request import Request
 
 
+LIKELY_ANSWER = 512  # tokens for which a request gets space to grow, unless it asks for fewer
+
+
 class _Cursor:
     """What the manager remembers of a live request beside its block tables.
 
     blocks      0  1  2  3  4 | 5  6
     tree        root to `node`| not full yet, or not scheduled        depth = 5
     table[g]    .  .  x  x  x | x  x      . = SCRATCH_BLOCK           held[g] = 2
+
+    `trimmed` is the number of computed tokens for which `held` is right.
     """
 
-    __slots__ = ("depth", "held", "node", "request")
+    __slots__ = ("depth", "held", "node", "request", "trimmed")
 
     def __init__(self, request: Request, node: Node, num_groups: int):
         self.request = request
         self.node = node
         self.depth = 0
         self.held = [0] * num_groups
+        self.trimmed = 0
 
 
 class KVManager:
@@ -158,7 +164,7 @@ class KVManager:
             return []
         copies = []
         for g, source in enumerate(sources):
-            target = self._take(g)
+            target = self._take(g, request)
             request.block_tables[g].append(target)
             copies.append(BlockCopy(g, source, target))
             self._pins[g, source] += 1
@@ -216,14 +222,18 @@ class KVManager:
             num_tokens = min(num_tokens, room)
         for g, table in enumerate(request.block_tables):
             for _ in range(self._blocks(computed + num_tokens) - len(table)):
-                table.append(self._take(g))
+                table.append(self._take(g, request))
         return num_tokens
 
     def trim(self, request: Request) -> None:
-        """Give back the blocks that no position from `num_computed_tokens` on attends."""
+        """Give back the blocks that no position from `num_computed_tokens` on attends.
+
+        Steps in flight may still attend them: on every stage they do so before any later step writes.
+        """
         if not self._windowed:
             return
         cursor = self._cursors[request.request_id]
+        cursor.trimmed = request.num_computed_tokens
         for g, group in enumerate(self.groups):
             table = request.block_tables[g]
             needed = min(group.first_needed(request.num_computed_tokens) // self.block_size, len(table))
@@ -233,14 +243,18 @@ class KVManager:
                     table[i] = SCRATCH_BLOCK
             cursor.held[g] = max(cursor.held[g], needed)
 
-    def _take(self, g: int) -> int:
-        pool = self.pools[g]
-        block = pool.allocate()
+    def _take(self, g: int, request: Request) -> int:
+        """A block to go behind the request's last one, best if also in the pool."""
+        pool, table = self.pools[g], request.block_tables[g]
+        after = table[-1] if table and table[-1] != SCRATCH_BLOCK else None
+        answer = min(request.params.max_tokens or LIKELY_ANSWER, LIKELY_ANSWER)
+        room = self._blocks(request.num_tokens + answer) - len(table)
+        block = pool.allocate(after, room)
         if block is None:
             idle = pool.oldest_idle()
             assert idle is not None, "the caller checked that a block is available"
             self._reclaim(g, idle)
-            block = pool.allocate()
+            block = pool.allocate(after, room)
             assert block is not None
         return block
 
@@ -365,7 +379,7 @@ class KVManager:
         assert len(request.block_tables) == len(self.groups)
         for g, table in enumerate(request.block_tables):
             assert len(table) >= self._blocks(request.num_computed_tokens)
-            needed = self.groups[g].first_needed(request.num_computed_tokens) // self.block_size
+            needed = self.groups[g].first_needed(cursor.trimmed) // self.block_size
             assert cursor.held[g] >= min(needed, len(table)), "a block outside the window is held"
             assert cursor.held[g] <= needed, "a block inside the window was given back"
             for i, block in enumerate(table):

@@ -10,7 +10,8 @@ import numpy as np
 
 from backends.base import StageBackend
 from hetero.batch import Batch
-from hetero.pipeline.stage import Stage, StepState, compute, prepare
+from hetero.pipeline.stage import Stage, StageTimes, StepState, compute, prepare
+from hetero.pipeline.supervise import Supervised
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,28 +19,29 @@ class StepResult:
     """Logits float32 [L, n_vocab] of a step's `logits_rows`, or the error that it died of.
 
     The arrays are the sampler's to modify until the next step is submitted. `argmax` is int32 [L]
-    where the device has looked for the largest logits (-1: a row that is not finite).
-    `graph_seconds` is the time that devices computed, `busy_seconds` the same with transfers, one
-    entry per stage.
+    where the device has looked for the largest logits (-1: a row that is not finite). `stages` has
+    what the step cost at each stage.
     """
 
     step_id: int
     logits: np.ndarray | None
     argmax: np.ndarray | None
     error: Exception | None
-    graph_seconds: float
-    busy_seconds: tuple[float, ...]
+    stages: tuple[StageTimes, ...]
 
 
 class Runner:
-    """Keeps up to `depth` steps in flight, one per stage.
+    """Keeps up to `depth` steps in flight, by default one per stage.
 
     A single stage is driven by the thread that waits for it: a thread of its own would add two
     hand-overs (0.2 ms, a thirtieth of a decode step of a small model) and nothing to overlap.
     """
 
-    def __init__(self, backends: Sequence[StageBackend]):
+    def __init__(self, backends: Sequence[StageBackend], depth: int = 0):
         self.backends = list(backends)
+        # a single stage's results are used in place: the next step waits for them anyway
+        self.depth = 1 if len(backends) == 1 else depth or len(backends)
+        self._supervised = [b for b in backends if isinstance(b, Supervised)]
         self._done: queue.SimpleQueue[StepState] = queue.SimpleQueue()
         self._stages: list[Stage] = []
         deliver: Callable[[StepState], None] = self._done.put
@@ -51,12 +53,30 @@ class Runner:
         self.in_flight = 0
 
     @property
-    def depth(self) -> int:
-        return len(self.backends)
+    def unavailable(self) -> str | None:
+        """Why no step can run, in one line: a stage was lost. None while all are there. For any thread."""
+        return next((reason for s in self._supervised if (reason := s.unavailable) is not None), None)
+
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        """How often each stage was lost and came back."""
+        return tuple(b.restarts if isinstance(b, Supervised) else 0 for b in self.backends)
+
+    def acknowledge(self) -> None:
+        """Say that nothing computed so far is relied on any more. A lost stage becomes available only after
+        it. No step may be in flight."""
+        assert self.in_flight == 0, "steps in flight rely on what was computed"
+        for stage in self._supervised:
+            stage.acknowledge()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, from any thread, whenever `unavailable` has changed."""
+        for stage in self._supervised:
+            stage.on_change = callback
 
     def submit(self, batch: Batch) -> None:
         """Start a step. The caller keeps `in_flight` below `depth`."""
-        assert self.in_flight < self.depth, "more steps in flight than stages"
+        assert self.in_flight < self.depth, "more steps in flight than agreed"
         self.in_flight += 1
         state = StepState(batch)
         if not self._stages:
@@ -78,8 +98,7 @@ class Runner:
             state.output if state.error is None else None,
             state.argmax if state.error is None else None,
             state.error,
-            state.graph_seconds,
-            tuple(state.busy_seconds),
+            tuple(state.stages),
         )
 
     def close(self) -> None:

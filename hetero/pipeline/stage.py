@@ -15,6 +15,20 @@ from hetero.batch import Batch
 
 
 @dataclass(slots=True)
+class StageTimes:
+    """What a step cost at one stage: seconds and bytes.
+
+    Busy is all of the stage's time, `graph_seconds` the part that the device computed; the rest is transfer.
+    """
+
+    queue_seconds: float = 0.0  # it waited for the stage
+    busy_seconds: float = 0.0
+    graph_seconds: float = 0.0
+    bytes_in: int = 0  # hidden rows, or token ids
+    bytes_out: int = 0  # hidden rows, or logits
+
+
+@dataclass(slots=True)
 class StepState:
     """A step on its way through the stages."""
 
@@ -22,32 +36,35 @@ class StepState:
     output: np.ndarray | None = None  # hidden rows between stages, logits after the last
     argmax: np.ndarray | None = None  # of the logits, from the last stage
     error: Exception | None = None
-    graph_seconds: float = 0.0  # summed over the stages it has passed
-    busy_seconds: list[float] = field(default_factory=list)  # one per stage, graph and transfers
+    stages: list[StageTimes] = field(default_factory=list)  # of those it has passed or is in
+    queued_at: float | None = None  # when it came to the stage's queue
 
 
 def prepare(backend: StageBackend, state: StepState) -> None:
     """Give a stage its inputs. A step that failed in an earlier stage passes through untouched."""
     start = time.perf_counter()
+    times = StageTimes(queue_seconds=0.0 if state.queued_at is None else start - state.queued_at)
+    state.stages.append(times)
     if state.error is None:
         try:
             backend.prepare(state.batch, state.output)
+            times.bytes_in = (state.batch.input_ids if state.output is None else state.output).nbytes
         except Exception as error:  # the step is lost, its thread must live
             state.error = error
-    state.busy_seconds.append(time.perf_counter() - start)
+    times.busy_seconds = time.perf_counter() - start
 
 
 def compute(backend: StageBackend, state: StepState) -> None:
     """Run what was prepared, unless that failed."""
-    start = time.perf_counter()
+    start, times = time.perf_counter(), state.stages[-1]
     if state.error is None:
         try:
             state.output = backend.compute()
             state.argmax = backend.argmax
-            state.graph_seconds += backend.graph_seconds
+            times.graph_seconds, times.bytes_out = backend.graph_seconds, state.output.nbytes
         except Exception as error:
             state.error = error
-    state.busy_seconds[-1] += time.perf_counter() - start
+    times.busy_seconds += time.perf_counter() - start
 
 
 class Stage:
@@ -61,6 +78,7 @@ class Stage:
         self._thread.start()
 
     def put(self, state: StepState) -> None:
+        state.queued_at = time.perf_counter()
         self._inbox.put(state)
 
     def close(self) -> None:

@@ -1,30 +1,59 @@
-"""What this machine can compute with: devices, cores and memory, with a container's limits respected."""
+"""Which devices there are, and which ones to compute on: what --device means."""
 
 from __future__ import annotations
 
-import math
 import os
-from dataclasses import dataclass, replace
-from pathlib import Path
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 
-import psutil
-
-from backends.base import DeviceInfo
+from backends.base import DeviceInfo, DeviceSpec
 from backends.ggml import devices as ggml_devices
+from backends.ggml.devices import DeviceError
+from backends.ggml.endpoint import endpoint_devices, split_address
+from hetero.plan import visibility
+from hetero.plan.host import core_numbers, free_memory, memory_limit, usable_cores
 
-CGROUP = Path("/sys/fs/cgroup")
-
-
-class DeviceError(ValueError):
-    """A --device that does not exist or cannot be used: one line."""
+# Interfaces that reach other makers' cards too; the maker's own one is faster where it is there.
+GENERIC = ("Vulkan", "OpenCL", "WebGPU")
+PLACES = {"rpc": "an RPC server", "worker": "a worker"}
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceChoice:
-    """One --device: which device, and how many threads compute on it (CPU only; 0 elsewhere)."""
+    """One device to compute on, how a process opens it, and what the user calls it."""
 
     device: DeviceInfo
-    threads: int
+    spec: DeviceSpec
+    label: str
+
+    @property
+    def threads(self) -> int:
+        """Threads that compute on it (CPU only; 0 elsewhere)."""
+        return self.spec.threads
+
+
+def _worker_devices(address: str) -> list[DeviceInfo]:
+    from hetero.pipeline.remote import describe
+    from hetero.worker.secret import SecretError, find_secret
+
+    try:
+        return describe(address, find_secret().value)
+    except SecretError as exc:
+        raise DeviceError(f"worker={address}: {exc}") from None
+
+
+@dataclass(frozen=True, slots=True)
+class Around:
+    """What `choose` looks up beside the list of devices. All of it is asked only when it matters."""
+
+    environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
+    backends: Callable[[], frozenset[str]] = ggml_devices.backend_names
+    cores: Callable[[], tuple[int, ...]] = core_numbers
+    usable_cores: Callable[[], int] = usable_cores
+    behind: Mapping[str, Callable[[str], list[DeviceInfo]]] = field(
+        default_factory=lambda: {"rpc": endpoint_devices, "worker": _worker_devices}
+    )
 
 
 def list_devices() -> list[DeviceInfo]:
@@ -34,84 +63,187 @@ def list_devices() -> list[DeviceInfo]:
 
 def _within_container(info: DeviceInfo) -> DeviceInfo:
     total = min(info.total_bytes, memory_limit() or info.total_bytes)
-    return replace(info, total_bytes=total, free_bytes=free_memory())
+    return replace(info, total_bytes=total, free_bytes=min(total, free_memory()))
 
 
-def choose(requested: tuple[str, ...], threads: int, devices: list[DeviceInfo]) -> DeviceChoice:
-    """The device for the whole model: the one of --device, else the CPU. Raises DeviceError."""
-    if len(requested) > 1:
-        raise DeviceError("--device: splitting a model over several devices is not supported yet; give one")
-    name, _, option = (requested[0] if requested else "CPU").partition(":")
-    if name.startswith("rpc="):
-        raise DeviceError(f"--device {name}: other machines are not supported yet")
-    by_name = {device.name.lower(): device for device in devices}
-    device = by_name.get(name.lower())
-    if device is None:
-        raise DeviceError(f"--device {name}: no such device; there is {', '.join(d.name for d in devices)}")
-    if option:
-        key, _, value = option.partition("=")
-        if device.kind != "cpu" or key != "threads" or not value.isdecimal() or int(value) < 1:
-            raise DeviceError(f"--device {requested[0]}: the only option is CPU:threads=N")
-        threads = int(value)
-    if device.kind != "cpu":
-        raise DeviceError(f"--device {device.name}: only the CPU is supported yet")
-    return DeviceChoice(device, threads or usable_cores())
+def hiding_notes(devices: Sequence[DeviceInfo], around: Around | None = None) -> list[str]:
+    """A line for each setting that should show a device which the driver did not find."""
+    around = around or Around()
+    return visibility.complaints(devices, around.backends(), around.environ)
 
 
-def usable_cores() -> int:
-    """Cores for compute threads: physical ones, of those this process may run on, within a CPU quota."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        allowed = os.cpu_count() or 1
-    physical = psutil.cpu_count(logical=False) or allowed
-    return max(1, min(allowed, physical, cpu_quota() or allowed))
+def same_card(devices: Sequence[DeviceInfo]) -> dict[str, str]:
+    """Names of devices that are another view of a card listed under a better name, and that name.
 
-
-def cpu_quota(root: Path = CGROUP) -> int | None:
-    """Cores that the container's quota amounts to, rounded up; None without one (cgroup v2 and v1)."""
-    fields = _read(root / "cpu.max").split()
-    if len(fields) == 2 and fields[0].isdecimal():
-        return math.ceil(int(fields[0]) / int(fields[1]))
-    quota, period = _read(root / "cpu/cpu.cfs_quota_us"), _read(root / "cpu/cpu.cfs_period_us")
-    if quota.isdecimal() and period.isdecimal():
-        return math.ceil(int(quota) / int(period))
-    return None
-
-
-def memory_limit(root: Path = CGROUP) -> int | None:
-    """Bytes that the container may use; None without a limit (cgroup v2 and v1)."""
-    for name in ("memory.max", "memory/memory.limit_in_bytes"):
-        text = _read(root / name)
-        if text.isdecimal() and int(text) < 1 << 60:  # v1 writes "no limit" as a huge number
-            return int(text)
-    return None
-
-
-def free_memory(root: Path = CGROUP) -> int:
-    """Bytes this process can still take without swapping: the machine's, within the container's limit.
-
-    File pages that the kernel would drop first (cgroup `inactive_file`) count as free, as they do in
-    psutil's `available`.
+    Cards are told apart by PCI id; a device without one is a card of its own.
     """
-    available = int(psutil.virtual_memory().available)
-    limit = memory_limit(root)
-    if limit is None:
-        return available
-    for used_name, stat_name in (
-        ("memory.current", "memory.stat"),
-        ("memory/memory.usage_in_bytes", "memory/memory.stat"),
-    ):
-        used = _read(root / used_name)
-        if used.isdecimal():
-            stats = dict(line.split()[:2] for line in _read(root / stat_name).splitlines() if " " in line)
-            droppable = int(stats.get("inactive_file", 0))
-            return max(0, min(available, limit - int(used) + droppable))
-    return min(available, limit)
+    views: dict[str, list[DeviceInfo]] = {}
+    for device in devices:
+        if ggml_devices.PCI_ID.match(device.device_id):
+            views.setdefault(device.device_id, []).append(device)
+    hidden: dict[str, str] = {}
+    for seen in views.values():
+        best = min(seen, key=lambda d: (_generic(d), d.name))
+        hidden |= {d.name: best.name for d in seen if d.backend != best.backend}
+    return hidden
 
 
-def _read(path: Path) -> str:
+def offered(devices: Sequence[DeviceInfo]) -> list[DeviceInfo]:
+    """Devices that can hold layers, each card once, in an order that no driver decides."""
+    hidden = same_card(devices)
+    can = [d for d in devices if d.kind in ("cpu", "gpu", "igpu") and d.name not in hidden]
+    return sorted(can, key=lambda d: (d.kind == "cpu", d.device_id, d.name))
+
+
+def _generic(device: DeviceInfo) -> int:
+    return GENERIC.index(device.backend) + 1 if device.backend in GENERIC else 0
+
+
+def choose(
+    requested: Sequence[str], threads: int, devices: Sequence[DeviceInfo], around: Around | None = None
+) -> tuple[DeviceChoice, ...]:
+    """The devices of --device in the order given, else every graphics card, else the CPU.
+
+    `threads` is what --threads says, 0 for nothing: it counts for a CPU that has no threads=N of its
+    own. Several CPU devices share the usable cores out between them, and their threads keep to theirs.
+    Raises DeviceError.
+    """
+    around = around or Around()
+    if not requested:
+        return _by_default(threads, devices, around)
+    asked = [found for text in requested for found in _asked(text, devices, around)]
+    _refuse_doubles(asked)
+    return _with_threads(asked, threads, around)
+
+
+@dataclass(frozen=True, slots=True)
+class _Asked:
+    """A device with the text that asked for it; `threads` 0 when that says nothing."""
+
+    text: str
+    device: DeviceInfo
+    threads: int = 0
+    place: str = ""  # rpc or worker, with the address
+    address: str = ""
+
+    @property
+    def label(self) -> str:
+        where = f"{self.place}={self.address}/" if self.place else ""
+        return f"{where}{self.device.name}" + (f":threads={self.threads}" if self.threads else "")
+
+    def spec(self, threads: int, cores: tuple[int, ...]) -> DeviceSpec:
+        where = {"rpc": "endpoint", "worker": "worker"}.get(self.place)
+        address = {where: self.address} if where else {}
+        return DeviceSpec(self.device.name, self.device.device_id, threads, cores, **address)
+
+
+def _by_default(threads: int, devices: Sequence[DeviceInfo], around: Around) -> tuple[DeviceChoice, ...]:
+    problems = hiding_notes(devices, around)
+    if problems:
+        raise DeviceError(f"{problems[0]}; or name the devices to use with --device")
+    there = offered(devices)
+    found = [d for d in there if d.kind == "gpu"] or [d for d in there if d.kind == "cpu"][:1]
+    if not found:
+        raise DeviceError("this ggml offers no device that can hold a model")
+    return _with_threads([_Asked(d.name, d) for d in found], threads, around)
+
+
+def _asked(text: str, devices: Sequence[DeviceInfo], around: Around) -> list[_Asked]:
+    """What one --device asks for: a device, or all that an RPC server or a worker offers by default."""
+    place, equals, rest = text.partition("=")
+    if not equals or place not in PLACES:
+        return [_named(text, text, devices, around)]
+    address, slash, name = rest.partition("/")
     try:
-        return path.read_text(encoding="ascii").strip()
-    except (OSError, UnicodeDecodeError):
-        return ""
+        split_address(address)
+    except DeviceError as exc:
+        raise DeviceError(f"--device {text}: {exc}") from None
+    if slash and place == "rpc":
+        raise DeviceError(f"--device {text}: an RPC server's devices are taken all; give rpc={address}")
+    try:
+        behind = around.behind[place](address)
+    except DeviceError as exc:
+        raise DeviceError(f"--device {text}: {exc}") from None
+    if slash:
+        return [replace(_named(text, name, behind, around), place=place, address=address)]
+    there = offered(behind)
+    found = [d for d in there if d.kind == "gpu"] or [d for d in there if d.kind == "cpu"][:1]
+    if not found:
+        raise DeviceError(f"--device {text}: {PLACES[place]} there has no device that can hold layers")
+    return [_Asked(text, device, 0, place, address) for device in found]
+
+
+def _named(text: str, wanted: str, devices: Sequence[DeviceInfo], around: Around) -> _Asked:
+    name, colon, option = wanted.partition(":")
+    device = next((d for d in devices if d.name.lower() == name.lower()), None)
+    if device is None:
+        names = ", ".join(d.name for d in devices) or "none"
+        why = _why_missing(name, devices, around)
+        raise DeviceError(f"--device {text}: no such device; there is {names}{why}")
+    if device.kind not in ("cpu", "gpu", "igpu"):
+        raise DeviceError(
+            f"--device {text}: {device.name} only speeds up single operations, it holds no layers"
+        )
+    if not colon:
+        return _Asked(text, device)
+    key, _, value = option.partition("=")
+    if device.kind != "cpu" or key != "threads" or not re.fullmatch("[1-9][0-9]{0,3}", value):
+        raise DeviceError(f"--device {text}: the only option is CPU:threads=N, with N from 1 on")
+    return _Asked(text, device, int(value))
+
+
+def _why_missing(name: str, devices: Sequence[DeviceInfo], around: Around) -> str:
+    """A setting that hides the device's kind, if there is one: it is the likely cause."""
+    api = name.rstrip("0123456789").lower()
+    backend = next((b for b in around.backends() if b.lower() == api), "")
+    problem = visibility.complaint(backend, devices, around.backends(), around.environ)
+    return f"; {problem}" if problem else visibility.hiding(backend, around.environ)
+
+
+def _refuse_doubles(asked: Sequence[_Asked]) -> None:
+    for i, one in enumerate(asked):
+        for other in asked[:i]:
+            if (one.place, one.address) != (other.place, other.address):
+                continue
+            if one.device.kind == "cpu" and not one.place:
+                continue  # shared out by cores
+            if one.device.name == other.device.name:
+                raise DeviceError(f"--device {one.text}: {one.device.name} is given twice")
+            if same_card((one.device, other.device)):
+                raise DeviceError(
+                    f"--device {one.text}: {one.device.name} and {other.device.name} are the same card "
+                    f"({one.device.device_id}); give one of them"
+                )
+
+
+def _with_threads(asked: Sequence[_Asked], threads: int, around: Around) -> tuple[DeviceChoice, ...]:
+    """Threads for each CPU device of this machine; cores too when there are several."""
+    here = [one for one in asked if one.device.kind == "cpu" and not one.place]
+    if len(here) > 1:
+        shares = iter(_shared_out(here, threads, around))
+    else:
+        shares = iter([(one.threads or threads or around.usable_cores(), ()) for one in here])
+    choices = []
+    for one in asked:
+        count, cores = next(shares) if one in here else (one.threads, ())
+        choices.append(DeviceChoice(one.device, one.spec(count, cores), one.label))
+    return tuple(choices)
+
+
+def _shared_out(asked: Sequence[_Asked], threads: int, around: Around) -> list[tuple[int, tuple[int, ...]]]:
+    """(threads, cores) of several CPU devices; one of them may leave its threads out and gets the rest."""
+    usable, numbers = around.usable_cores(), around.cores()
+    open_ones = [one for one in asked if not one.threads]
+    if len(open_ones) > 1:
+        raise DeviceError(f"--device {open_ones[1].text}: several CPU devices need CPU:threads=N each")
+    rest = usable - sum(one.threads for one in asked)
+    if rest < (threads or 1) * len(open_ones):
+        names = ", ".join(one.text for one in asked)
+        raise DeviceError(f"--device {names}: more threads than the {usable} cores that can be used")
+    rest = threads or rest
+    shares, start = [], 0
+    for one in asked:
+        count = one.threads or rest
+        shares.append((count, numbers[start : start + count]))
+        start += count
+    return shares

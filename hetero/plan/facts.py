@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 
-from backends.ggml.models.config import ModelConfig
+from backends.ggml.models.config import ModelConfig, layer_tensors
 from hetero.plan.planner import Limits, ModelFacts
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
@@ -12,6 +12,9 @@ from quant.types import GGML_TYPES
 F16_BYTES = 2
 F32_BYTES = 4
 REPACKED = 1.03  # our matmul's copy of a weight, against its size in the file (backends/cpu/matmul/layout.py)
+MASK = F16_BYTES  # of one query and one token that it may see, where a device gathers
+EMBEDDING, HEAD = "token_embd.weight", "output.weight"
+OUTPUT_NORM, ROPE_FACTORS = "output_norm.weight", "rope_freqs.weight"
 LIVE_ROWS = 4  # n_ff- and n_embd-wide activations that a step's graph holds at the same time
 
 
@@ -22,17 +25,44 @@ def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFac
     token = config.n_head_kv * (config.head_dim_k + config.head_dim_v) * F16_BYTES
     heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
     row = LIVE_ROWS * (config.n_embd + config.n_ff + heads) * F32_BYTES
-    logits = limits.max_num_seqs * config.n_vocab * F32_BYTES
-    weights = REPACKED * sum(t.nbytes for t in gguf.tensors.values())
-    if "output.weight" not in gguf.tensors:
-        weights += gguf.tensors["token_embd.weight"].nbytes
+    sizes = {name: info.nbytes for name, info in gguf.tensors.items()}
+    everywhere = sizes.get(ROPE_FACTORS, 0)
+    layers = [everywhere] * config.n_layer
+    for layer in range(config.n_layer):
+        layers[layer] += sum(sizes[name] for name in layer_names(config, layer))
+    tied = HEAD not in sizes
+    embed = sizes[EMBEDDING] * (1 if tied else REPACKED)
+    head = REPACKED * (sizes[OUTPUT_NORM] + sizes[EMBEDDING if tied else HEAD])
     return ModelFacts(
         n_ctx_train=config.n_ctx_train,
         layer_windows=config.layer_windows,
         kv_bytes_per_token=(token,) * config.n_layer,
-        weight_bytes=int(weights),
-        compute_bytes=limits.max_num_batched_tokens * row + logits,
+        layer_bytes=tuple(int(REPACKED * size) for size in layers),
+        embed_bytes=int(embed),
+        head_bytes=int(head),
+        compute_bytes=limits.max_num_batched_tokens * row,
+        logits_bytes=limits.max_num_seqs * config.n_vocab * F32_BYTES,
+        rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,
+        gather_bytes_per_token=token + len(set(config.layer_windows)) * limits.max_num_batched_tokens * MASK,
     )
+
+
+def layer_names(config: ModelConfig, layer: int) -> list[str]:
+    """Names of a layer's tensors in the file."""
+    return [f"blk.{layer}.{name}.weight" for name in layer_tensors(config)]
+
+
+def layer_classes(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
+    """The class of each layer, numbered from 0: layers with the same window, tensor types and shapes.
+
+    They take the same time on a device.
+    """
+    numbers: dict[tuple, int] = {}
+    classes = []
+    for layer in range(config.n_layer):
+        tensors = tuple((gguf.tensors[n].type, gguf.tensors[n].shape) for n in layer_names(config, layer))
+        classes.append(numbers.setdefault((config.layer_windows[layer], tensors), len(numbers)))
+    return tuple(classes)
 
 
 def count_parameters(gguf: GGUFFile) -> int:

@@ -1,18 +1,18 @@
 """The memory map: which layers, how many KV blocks and what else goes to a device, and whether it fits.
 
-Pure: numbers in, numbers and reasons out.
+Pure: numbers in, numbers and reasons out. Which layers go where is decided in split.py.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from hetero.config import format_size
 from hetero.kv.groups import KVGroup
 
 BLOCK_SIZE = 16
-SHARE = 0.25  # of the free memory, for the KV cache that nobody sized
+SHARE = 0.25  # of a memory that programs share, for the KV cache that nobody sized
 SPARE = 0.9  # of the free memory, the most that a plan may use
 MIN_CONTEXT = 2048  # tokens; a smaller cache than this is refused rather than chosen
 WINDOW_ROOM = 2  # windowed pools are this many times what the running requests need, for cached tails
@@ -20,21 +20,34 @@ WINDOW_ROOM = 2  # windowed pools are this many times what the running requests 
 
 @dataclass(frozen=True, slots=True)
 class ModelFacts:
-    """What the plan needs to know of a model.
+    """What the plan needs to know of a model. Bytes, bounded from above where they vary.
 
-    `layer_windows[i]` and `kv_bytes_per_token[i]` (K and V of one token, bytes) are of layer i.
-    `weight_bytes` is what the device holds of the file, `compute_bytes` what a step's graph needs.
+    `layer_windows[i]`, `kv_bytes_per_token[i]` (K and V of one token) and `layer_bytes[i]` (weights)
+    are of layer i. `embed_bytes` are the weights that the first stage has on top, `head_bytes` those of
+    the last: a matrix that is both is counted in both. `compute_bytes` is what a step's graph needs,
+    `logits_bytes` what the last stage's needs on top; `rows_bytes` is what a stage hands on in a step.
+    A device without kernels of ours gathers a
+    sequence's KV first: `gather_bytes_per_token` for each token of the KV cache.
     """
 
     n_ctx_train: int
     layer_windows: tuple[int | None, ...]
     kv_bytes_per_token: tuple[int, ...]
-    weight_bytes: int
+    layer_bytes: tuple[int, ...]
+    embed_bytes: int
+    head_bytes: int
     compute_bytes: int
+    logits_bytes: int = 0
+    rows_bytes: int = 0
+    gather_bytes_per_token: int = 0
 
     @property
     def n_layer(self) -> int:
         return len(self.layer_windows)
+
+    @property
+    def weight_bytes(self) -> int:
+        return sum(self.layer_bytes) + self.embed_bytes + self.head_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,17 +59,61 @@ class Limits:
     kv_tokens: int = 0
     max_num_seqs: int = 32
     max_num_batched_tokens: int = 512
+    pipeline_depth: int = 0
+    all_memory: bool = False  # for the KV cache that nobody sized, also where other programs live
+
+    def context(self, facts: ModelFacts) -> int:
+        """The longest context of one request that is asked for, in tokens."""
+        return min(self.ctx or facts.n_ctx_train, facts.n_ctx_train)
+
+    def most_tokens(self, facts: ModelFacts) -> int:
+        """More than these tokens of KV cache are never used."""
+        return _round_up(self.max_num_seqs * self.context(facts))
+
+    def least_tokens(self, facts: ModelFacts) -> int:
+        """The KV cache below which a plan does not fit."""
+        if self.kv_tokens:
+            return _round_up(self.kv_tokens)
+        context = self.context(facts)
+        return _round_up(context if self.ctx else min(context, MIN_CONTEXT))
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """A device that can hold a stage, with the memory it has to give.
+
+    `memory` names that memory: CPU devices of one machine share theirs. `shared`: other programs live
+    there too. `gathers`: attention needs the gathered KV of a sequence.
+    """
+
+    device: str
+    free_bytes: int
+    memory: str
+    shared: bool = True
+    gathers: bool = False
+
+    @property
+    def usable_bytes(self) -> int:
+        return int(self.free_bytes * SPARE)
 
 
 @dataclass(frozen=True, slots=True)
 class StagePlan:
-    """One device's share: layers [first, last), and the bytes that it holds."""
+    """One device's share: layers [first, last), and the bytes that it holds.
+
+    `index` is the device's position among those that were chosen. `seconds` is what a step of one
+    micro-batch of decoding is predicted to take, `reason` why the stage ends where it does.
+    """
 
     device: str
     layers: tuple[int, int]
     weight_bytes: int
     kv_bytes: int
     compute_bytes: int
+    free_bytes: int = 0
+    index: int = 0
+    seconds: float | None = None
+    reason: str = ""
 
     @property
     def total_bytes(self) -> int:
@@ -64,12 +121,20 @@ class StagePlan:
 
 
 @dataclass(frozen=True, slots=True)
+class Shortage:
+    """`nbytes` are missing on these devices, which share one memory."""
+
+    devices: tuple[str, ...]
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
-    """A memory map. `short_by_bytes` > 0 exactly when it does not fit.
+    """A memory map. It fits exactly when there is no shortage.
 
     `kv_tokens` is how many tokens a cache without windows holds: the sum of the contexts that can be
     kept at the same time. `max_model_len` is the longest context of one request. `reasons` explain the
-    sizes, `notes` say where the user gets less than asked for.
+    sizes, `notes` say where the user gets less than asked for. `free_bytes` is of all memories used.
     """
 
     stages: tuple[StagePlan, ...]
@@ -79,15 +144,22 @@ class Plan:
     free_bytes: int
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
-    short_by_bytes: int
+    shortages: tuple[Shortage, ...]
 
     @property
     def fits(self) -> bool:
-        return self.short_by_bytes == 0
+        return not self.shortages
+
+    @property
+    def short_by_bytes(self) -> int:
+        return sum(s.nbytes for s in self.shortages)
 
     @property
     def total_bytes(self) -> int:
         return sum(stage.total_bytes for stage in self.stages)
+
+
+Cut = tuple[int, int, int]  # index of the place, first layer, last layer + 1
 
 
 def kv_groups(
@@ -119,12 +191,38 @@ def kv_bytes(groups: Sequence[KVGroup], bytes_per_token: Sequence[int], block_si
     return sum(g.num_blocks * block_size * sum(bytes_per_token[i] for i in g.layers) for g in groups)
 
 
-def make_plan(facts: ModelFacts, device: str, free_bytes: int, limits: Limits) -> Plan:
-    """The memory map of a model on one device with `free_bytes` bytes to give."""
-    context = min(limits.ctx or facts.n_ctx_train, facts.n_ctx_train)
-    fixed = facts.weight_bytes + facts.compute_bytes
-    room = max(0, int(free_bytes * SPARE) - fixed)
-    tokens, reasons = _choose_tokens(facts, limits, context, int(free_bytes * SHARE), room)
+def layer_kv_bytes(facts: ModelFacts, limits: Limits, tokens: int) -> list[int]:
+    """Bytes of each layer's pools when the KV cache holds `tokens` tokens."""
+    sizes = [0] * facts.n_layer
+    for group in _groups(facts, limits, tokens):
+        for layer in group.layers:
+            sizes[layer] = group.num_blocks * BLOCK_SIZE * facts.kv_bytes_per_token[layer]
+    return sizes
+
+
+def tokens_of_memory(facts: ModelFacts, limits: Limits) -> int:
+    """Tokens in a KV cache of --kv-memory bytes over all devices, but none that are never used."""
+    most = limits.most_tokens(facts)
+    tokens = _most_tokens(most, lambda n: sum(layer_kv_bytes(facts, limits, n)) <= limits.kv_memory)
+    return max(BLOCK_SIZE, tokens)
+
+
+def stage_compute_bytes(facts: ModelFacts, limits: Limits, place: Place, last: bool, num_stages: int) -> int:
+    """Bytes of a stage's graph, and of the results that several stages keep for steps in flight."""
+    graph = facts.compute_bytes + (facts.logits_bytes if last else 0)
+    if num_stages == 1 or not place.shared:
+        return graph
+    return graph + ((limits.pipeline_depth or num_stages) + 1) * (
+        facts.logits_bytes if last else facts.rows_bytes
+    )
+
+
+def make_plan(facts: ModelFacts, places: Sequence[Place], cuts: Sequence[Cut], limits: Limits) -> Plan:
+    """The memory map of a model whose layers are cut up over `places` as `cuts` say."""
+    context = limits.context(facts)
+    stages = [_Stage(facts, limits, places[index], first, last, len(cuts)) for index, first, last in cuts]
+    memories = [[s for s in stages if s.place.memory == name] for name in _names(stages)]
+    tokens, reasons = _choose_tokens(facts, limits, context, memories)
     notes = []
     if limits.ctx > facts.n_ctx_train:
         notes.append(f"--ctx {limits.ctx} is more than the model was trained for: {facts.n_ctx_train}")
@@ -132,61 +230,136 @@ def make_plan(facts: ModelFacts, device: str, free_bytes: int, limits: Limits) -
         notes.append(
             f"requests are limited to the {tokens} tokens of the KV cache; the model could {context}"
         )
-    groups = _groups(facts, limits, tokens)
-    used = kv_bytes(groups, facts.kv_bytes_per_token)
-    stage = StagePlan(device, (0, facts.n_layer), facts.weight_bytes, used, facts.compute_bytes)
+    planned = tuple(s.plan(cut[0], tokens) for s, cut in zip(stages, cuts, strict=True))
     return Plan(
-        stages=(stage,),
-        groups=groups,
+        stages=planned,
+        groups=_groups(facts, limits, tokens),
         kv_tokens=tokens,
         max_model_len=min(context, tokens),
-        free_bytes=free_bytes,
+        free_bytes=sum(max(s.place.free_bytes for s in members) for members in memories),
         reasons=tuple(reasons),
         notes=tuple(notes),
-        short_by_bytes=max(0, stage.total_bytes - int(free_bytes * SPARE)),
+        shortages=tuple(_shortages(memories, tokens)),
     )
 
 
 def explain_shortage(plan: Plan, facts: ModelFacts) -> str:
-    """One line for the user: how much is missing and what to change."""
-    change = "free some memory"
-    if facts.weight_bytes + facts.compute_bytes < plan.free_bytes * SPARE:
+    """One line for the user: how much is missing where, and what to change."""
+    parts = []
+    for shortage in plan.shortages:
+        stages = [s for s in plan.stages if s.device in shortage.devices]
+        needed, free = sum(s.total_bytes for s in stages), max(s.free_bytes for s in stages)
+        parts.append(
+            f"not enough memory on {' and '.join(shortage.devices)}: the plan needs {needed} bytes "
+            f"({format_size(needed)}), {shortage.nbytes} bytes more than can be used of the "
+            f"{format_size(free)} that are free"
+        )
+    short = [s for s in plan.stages if any(s.device in x.devices for x in plan.shortages)]
+    room = sum({s.device: s.free_bytes for s in short}.values()) * SPARE
+    change = "free some memory, take a smaller quantization of the model, or add another --device"
+    if sum(s.weight_bytes + s.compute_bytes for s in short) < room:
         change = "lower --kv-tokens, --kv-memory or --ctx, or free some memory"
-    return (
-        f"not enough memory on {plan.stages[0].device}: the plan needs {plan.total_bytes} bytes "
-        f"({format_size(plan.total_bytes)}), {plan.short_by_bytes} bytes more than can be used of the "
-        f"{format_size(plan.free_bytes)} that are free; {change}"
-    )
+    return f"{'; '.join(parts)}; {change}"
+
+
+class _Stage:
+    """Sizes of one stage; only those of the KV cache depend on the number of tokens."""
+
+    def __init__(
+        self, facts: ModelFacts, limits: Limits, place: Place, first: int, last: int, num_stages: int
+    ):
+        self.place, self._facts, self._limits = place, facts, limits
+        self._first, self._last = first, last
+        ends = (first == 0, last == facts.n_layer)
+        self.weights = sum(facts.layer_bytes[first:last]) + sum(
+            size for size, there in zip((facts.embed_bytes, facts.head_bytes), ends, strict=True) if there
+        )
+        self._compute = stage_compute_bytes(facts, limits, place, ends[1], num_stages)
+
+    def kv(self, tokens: int) -> int:
+        return sum(layer_kv_bytes(self._facts, self._limits, tokens)[self._first : self._last])
+
+    def compute(self, tokens: int) -> int:
+        gathered = tokens * self._facts.gather_bytes_per_token if self.place.gathers else 0
+        return self._compute + gathered
+
+    def total(self, tokens: int) -> int:
+        return self.weights + self.kv(tokens) + self.compute(tokens)
+
+    def plan(self, index: int, tokens: int) -> StagePlan:
+        return StagePlan(
+            self.place.device,
+            (self._first, self._last),
+            self.weights,
+            self.kv(tokens),
+            self.compute(tokens),
+            self.place.free_bytes,
+            index,
+        )
+
+
+def _names(stages: Sequence[_Stage]) -> list[str]:
+    return list(dict.fromkeys(s.place.memory for s in stages))
+
+
+def _usable(members: Sequence[_Stage]) -> int:
+    """Bytes of a memory: what the one of its devices says that can use most of it."""
+    return max(s.place.usable_bytes for s in members)
+
+
+def _shortages(memories: Sequence[Sequence[_Stage]], tokens: int) -> list[Shortage]:
+    found = []
+    for members in memories:
+        together = sum(s.total(tokens) for s in members) - _usable(members)
+        alone = max(s.total(tokens) - s.place.usable_bytes for s in members)
+        if max(together, alone) > 0:
+            found.append(Shortage(tuple(s.place.device for s in members), max(together, alone)))
+    return found
 
 
 def _choose_tokens(
-    facts: ModelFacts, limits: Limits, context: int, share: int, room: int
+    facts: ModelFacts, limits: Limits, context: int, memories: Sequence[Sequence[_Stage]]
 ) -> tuple[int, list[str]]:
     """Tokens in the cache, a multiple of the block size, and why."""
+    least, most = limits.least_tokens(facts), limits.most_tokens(facts)
     if limits.kv_tokens:
-        return _round_up(limits.kv_tokens), ["KV cache: as many tokens as --kv-tokens says"]
-    most = _round_up(limits.max_num_seqs * context)
+        return least, ["KV cache: as many tokens as --kv-tokens says"]
     if limits.kv_memory:
-        tokens = max(BLOCK_SIZE, _tokens_in(facts, limits, limits.kv_memory, most))
+        tokens = tokens_of_memory(facts, limits)
         if tokens >= most:
             return most, [f"KV cache: {limits.max_num_seqs} requests of {context} tokens; more is never used"]
         return tokens, [f"KV cache: what fits in --kv-memory ({format_size(limits.kv_memory)})"]
-    least = _round_up(context if limits.ctx else min(context, MIN_CONTEXT))
-    tokens = _tokens_in(facts, limits, min(share, room), most)
+    tightest = ""
+
+    def fits(tokens: int) -> bool:
+        nonlocal tightest
+        for members in memories:
+            free = max(s.place.free_bytes for s in members)
+            quarter = members[0].place.shared and not limits.all_memory
+            share = int(free * SHARE) if quarter else free
+            if sum(s.kv(tokens) for s in members) > share or _shortages([members], tokens):
+                tightest = f"a quarter of the free memory ({format_size(share)})"
+                if not quarter:
+                    tightest = "what the weights leave"
+                if len(memories) > 1:
+                    tightest += f" on {members[0].place.device}"
+                return False
+        return True
+
+    tokens = _most_tokens(most, fits)
     if tokens >= most:
         return most, [f"KV cache: {limits.max_num_seqs} requests of {context} tokens"]
     if tokens >= least:
-        return tokens, [f"KV cache: a quarter of the free memory ({format_size(share)})"]
+        return tokens, [f"KV cache: {tightest}"]
     return least, [f"KV cache: the least that is useful, {least} tokens"]
 
 
-def _tokens_in(facts: ModelFacts, limits: Limits, budget: int, most: int) -> int:
-    """The largest multiple of the block size, up to `most`, whose pools take at most `budget` bytes."""
+def _most_tokens(most: int, fits: Callable[[int], bool]) -> int:
+    """The largest multiple of the block size, up to `most`, that fits."""
     low, high = 0, most // BLOCK_SIZE
     while low < high:
         middle = (low + high + 1) // 2
-        groups = _groups(facts, limits, middle * BLOCK_SIZE)
-        if kv_bytes(groups, facts.kv_bytes_per_token) <= budget:
+        if fits(middle * BLOCK_SIZE):
             low = middle
         else:
             high = middle - 1

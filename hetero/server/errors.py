@@ -29,7 +29,9 @@ _UNAVAILABLE = {
     "overloaded",
     "draining",
     "unavailable",
+    "device_unavailable",
 }  # codes of RequestError that are a 503
+RETRY_SECONDS = {"draining": "5", "device_unavailable": "5"}  # after which the same request may succeed
 
 
 class ApiError(Exception):
@@ -52,6 +54,8 @@ class ApiError(Exception):
         self.param = param if param is None else param.encode("utf-8", "replace").decode()
         self.code = code or _CODES.get(status)
         self.headers = dict(headers or {})
+        if self.code in RETRY_SECONDS:
+            self.headers.setdefault("Retry-After", RETRY_SECONDS[self.code])
         self.close = close
 
     @property

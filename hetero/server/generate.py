@@ -161,7 +161,8 @@ class Generation:
     async def deltas(self, idle: float | None) -> AsyncIterator[tuple[int, OutputDelta] | None]:
         """(choice, delta) as they come; None when nothing has come for `idle` to twice `idle` seconds.
 
-        Raises ApiError when a choice fails: 500 for an error of the engine, 503 when the server ended it.
+        Raises ApiError when a choice fails: 500 for an error of the engine, 503 when the server ended it
+        or a device was lost.
         """
         if idle is not None:  # one timer for the whole stream: one for each token costs a third more
             self._ticker = asyncio.get_running_loop().call_later(idle, self._tick, idle)
@@ -178,7 +179,9 @@ class Generation:
             if isinstance(delta, Exception):
                 raise as_api_error(delta)
             if delta.finish_reason == FinishReason.ERROR:
-                raise ApiError(500, delta.error or "the generation failed", code="generation_failed")
+                status = 500 if delta.error_code is None else 503
+                code = delta.error_code or "generation_failed"
+                raise ApiError(status, delta.error or "the generation failed", code=code)
             if delta.finish_reason == FinishReason.ABORT:
                 raise ApiError(503, "the server is stopping and ended this request", code="aborted")
             running -= delta.finish_reason is not None

@@ -33,6 +33,14 @@ COUNTERS = (
     ("hetero_step_seconds", "step_seconds", "Time spent in steps."),
     ("hetero_host_seconds", "host_seconds", "Part of the step time spent outside of the compute graph."),
 )
+STAGE_COUNTERS = (  # attributes of StageTotals
+    ("hetero_stage_busy_seconds", "busy_seconds", "Time that a stage had a step, transfers included."),
+    ("hetero_stage_queue_seconds", "queue_seconds", "Time that steps waited for a stage."),
+    ("hetero_stage_transfer_seconds", "transfer_seconds", "Part of the busy time outside of the graph."),
+    ("hetero_stage_bytes_in", "bytes_in", "Bytes of token ids or hidden rows given to a stage."),
+    ("hetero_stage_bytes_out", "bytes_out", "Bytes of hidden rows or logits that came from a stage."),
+    ("hetero_stage_restarts", "restarts", "How often a stage was started again after it was lost."),
+)
 HISTOGRAMS = (
     ("hetero_time_to_first_token_seconds", "ttft", "From a request's arrival to its first token."),
     ("hetero_inter_token_seconds", "inter_token", "Between two tokens of a request."),
@@ -53,6 +61,11 @@ class EngineCollector:
             yield GaugeMetricFamily(name, text, value=getattr(stats, attribute))
         for name, attribute, text in COUNTERS:
             yield CounterMetricFamily(name, text, value=getattr(stats, attribute))
+        for name, attribute, text in STAGE_COUNTERS:
+            family = CounterMetricFamily(name, text, labels=["stage"])
+            for index, totals in enumerate(stats.stages):
+                family.add_metric([str(index)], getattr(totals, attribute))
+            yield family
         blocks = GaugeMetricFamily("hetero_kv_blocks", "KV blocks of a group's pool.", labels=["group"])
         free = GaugeMetricFamily(
             "hetero_kv_blocks_free", "KV blocks that could be taken now.", labels=["group"]

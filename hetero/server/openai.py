@@ -169,10 +169,11 @@ def new_id(prefix: str) -> str:
 def check_alive(engine: AsyncEngine, draining: bool) -> None:
     """503 before any work while nothing could be generated."""
     if draining:
-        raise ApiError(503, "the server is stopping", code="draining", headers={"Retry-After": "5"})
+        raise ApiError(503, "the server is stopping", code="draining")
     ok, reason = engine.health()
     if not ok:
-        raise ApiError(503, reason, code="unavailable")
+        lost = engine.device_lost is not None
+        raise ApiError(503, reason, code="device_unavailable" if lost else "unavailable")
 
 
 def token_string(engine: AsyncEngine, token_id: int) -> tuple[str, list[int]]:

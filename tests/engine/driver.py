@@ -7,19 +7,31 @@ from pathlib import Path
 
 import numpy as np
 
+from backends.base import DeviceSpec
 from backends.ggml.devices import open_device
 from backends.ggml.models import read_config
 from backends.ggml.stage import GgmlStage, StageSpec
-from hetero.batch import Batch
+from hetero.batch import Batch, BlockCopy
 from quant.gguf import open_gguf
 
 BLOCK = 16
 
 
 class Driver:
-    """A model on the CPU with `num_blocks` blocks per KV group, of which block 0 is scratch."""
+    """A model on a device with `num_blocks` blocks per KV group, of which block 0 is scratch.
 
-    def __init__(self, path: Path, num_blocks: int = 200, max_tokens: int = 256, threads: int = 2):
+    `kind` is another stage class than the ordinary one.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        num_blocks: int = 200,
+        max_tokens: int = 256,
+        threads: int = 2,
+        device: DeviceSpec | str = "CPU",
+        kind: type[GgmlStage] = GgmlStage,
+    ):
         self.gguf = open_gguf(path)
         self.config = read_config(self.gguf)
         windows = sorted(set(self.config.layer_windows), key=lambda w: (w is not None, w or 0))
@@ -28,9 +40,13 @@ class Driver:
         spec = StageSpec(
             0, self.config.n_layer, group_of, (num_blocks,) * len(windows), max_tokens, max_logits=max_tokens
         )
-        self.stage = GgmlStage(self.gguf, self.config, open_device("CPU", threads), spec)
+        self.stage = kind(self.gguf, self.config, open_device(device, threads), spec)
 
-    def step(self, sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]]) -> list[np.ndarray]:
+    def step(
+        self,
+        sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]],
+        copies: Sequence[BlockCopy] = (),
+    ) -> list[np.ndarray]:
         """Compute (block table, start, token ids) of several sequences; logits of every token."""
         counts = [len(ids) for _, _, ids in sequences]
         cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -49,7 +65,7 @@ class Driver:
             context_lens=np.array([s + len(i) for _, s, i in sequences], np.int32),
             cu_seqlens_q=cu,
             logits_rows=np.arange(cu[-1], dtype=np.int32),
-            copies=[],
+            copies=list(copies),
         )
         self.stage.prepare(batch, None)
         logits = self.stage.compute().copy()

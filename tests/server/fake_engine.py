@@ -110,6 +110,7 @@ class FakeEngine:
         self.cached_tokens = 0
         self.cancelled = 0
         self.healthy: tuple[bool, str] = (True, "")
+        self.device_lost: str | None = None
         self.running: set[FakeStream] = set()
         self.submitted: list[tuple[list[int], Any, str]] = []
         self.rendered: list[tuple[list[dict[str, Any]], bool, dict[str, Any]]] = []
@@ -176,7 +177,11 @@ class FakeEngine:
 
     def stats(self) -> Any:
         histogram = SimpleNamespace(bounds=[0.1, 1.0], counts=[1, 2, 3], sum=7.5)
+        stage = SimpleNamespace(
+            queue_seconds=0.25, busy_seconds=2.0, transfer_seconds=0.5, bytes_in=4, bytes_out=8, restarts=3
+        )
         return SimpleNamespace(
+            stages=[stage],
             running=len(self.running), waiting=0, kv_blocks=[(32, 30), (8, 8)], prompt_tokens=5,
             generated_tokens=7, cached_tokens=3, preemptions=1, cancelled=self.cancelled,
             finished={"stop": 2, "length": 1}, steps=10, step_seconds=2.0, host_seconds=0.5,

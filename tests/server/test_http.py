@@ -212,6 +212,18 @@ async def test_health(client: Client, engine: FakeEngine) -> None:
     assert reply.status == 503 and reply.error["type"] == "server_error"
 
 
+async def test_a_lost_device(client: Client, engine: FakeEngine) -> None:
+    engine.device_lost = "device CUDA0 was lost: its process ended"
+    engine.healthy = (False, engine.device_lost)
+    reply = await client.get("/health")
+    assert reply.status == 503 and reply.json["reason"] == engine.device_lost
+    reply = await client.chat()
+    assert reply.status == 503 and reply.headers["Retry-After"] == "5"
+    assert reply.error["code"] == "device_unavailable" and reply.error["message"] == engine.device_lost
+    engine.device_lost, engine.healthy = None, (True, "")
+    assert (await client.chat()).status == 200
+
+
 async def test_metrics(client: Client, engine: FakeEngine) -> None:
     await client.chat()
     await client.get("/nope")
@@ -225,6 +237,8 @@ async def test_metrics(client: Client, engine: FakeEngine) -> None:
         "hetero_cached_tokens_total 3.0",
         'hetero_requests_finished_total{reason="stop"} 2.0',
         "hetero_host_fraction 0.25",
+        'hetero_stage_busy_seconds_total{stage="0"} 2.0',
+        'hetero_stage_restarts_total{stage="0"} 3.0',
         'hetero_time_to_first_token_seconds_bucket{le="1.0"} 3.0',
         "hetero_time_to_first_token_seconds_count 6.0",
         "hetero_time_to_first_token_seconds_sum 7.5",

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from hetero.batch import Batch
 from hetero.engine import Engine
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
+from hetero.pipeline.stage import StageTimes
 from hetero.request import TokenLogprob
 from hetero.sampling.sampler import Sampled
 from hetero.scheduler import Scheduler
@@ -82,8 +84,7 @@ class Result:
     step_id: int
     logits: np.ndarray | None
     error: Exception | None
-    graph_seconds: float = 0.0
-    busy_seconds: tuple[float, ...] = ()
+    stages: tuple[StageTimes, ...] = ()
     argmax: np.ndarray | None = None
 
 
@@ -99,15 +100,33 @@ class FakeRunner:
         self.explode: Exception | None = None  # raised by wait: a bug, not a device failure
         self.closed = False
         self.steps = 0
+        self.unavailable: str | None = None  # as long as a test says so, and until it is acknowledged
+        self.back = False
+        self.changed: Callable[[], None] = lambda: None
         self._results: deque[Result] = deque()
 
     @property
     def in_flight(self) -> int:
         return len(self._results)
 
+    @property
+    def restarts(self) -> tuple[int, ...]:
+        return (0,) * self.depth
+
+    def acknowledge(self) -> None:
+        assert not self._results
+        if self.back:
+            self.unavailable = None
+
+    def watch(self, callback: Callable[[], None], /) -> None:
+        self.changed = callback
+
     def submit(self, batch: Batch, /) -> None:
         assert len(self._results) < self.depth
         self.steps += 1
+        if self.unavailable is not None:
+            self._results.append(Result(batch.step_id, None, RuntimeError(self.unavailable)))
+            return
         if self.fail_steps:
             self.fail_steps -= 1
             self._results.append(Result(batch.step_id, None, RuntimeError("out of\nmemory")))
@@ -116,7 +135,8 @@ class FakeRunner:
         for row, at in zip(logits, batch.logits_rows, strict=True):
             row[following(int(batch.input_ids[at]), int(batch.positions[at]))] = 1
         seconds = self.step_seconds
-        self._results.append(Result(batch.step_id, logits, None, seconds, (seconds,) * self.depth))
+        times = StageTimes(busy_seconds=seconds, graph_seconds=seconds / self.depth)
+        self._results.append(Result(batch.step_id, logits, None, (times,) * self.depth))
 
     def wait(self, timeout: float | None = None, /) -> Result | None:
         if self.explode is not None:

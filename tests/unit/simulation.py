@@ -218,9 +218,9 @@ class Simulation:
             self.check()
 
     def _schedule(self) -> bool:
-        running = self.scheduler._running
-        ready = [r for r in running if not r.in_flight][: -(-len(running) // self.case.depth)]
+        ready = self.scheduler.micro_batch()
         decoding = {r.request_id for r in ready if r.num_tokens - r.num_computed_tokens == 1}
+        room = min(self.kv.available_blocks())
         step = self.scheduler.schedule()
         self.check()
         if step is None:
@@ -230,7 +230,7 @@ class Simulation:
             return False
         self.empty = 0
         assert 0 < step.num_tokens <= self.case.max_num_batched_tokens
-        if min(self.kv.available_blocks()) > 0 and not step.preempted_ids:
+        if min(room, *self.kv.available_blocks()) > 0 and not step.preempted_ids:
             served = {r.request_id for r in step.requests}
             assert decoding <= served, "a running stream stalls though there is room"
         batch = build(step, len(self.case.groups), self.case.block_size)
@@ -265,8 +265,9 @@ class Simulation:
         # The scheduler itself must doubt the steps that were in flight behind one that failed.
         ended = self.scheduler.update(step, sampled, finished, failed=fate == "fails")
         if fate != "fine":
-            self.broken |= {r.request_id for r in step.requests}
-            assert {id(r) for r in ended} == {id(r) for r in step.requests}
+            ids = {r.request_id for r in step.requests}
+            assert {r.request_id for r in ended} == ids - self.broken
+            self.broken |= ids
         self.check()
 
     def _check_end(self) -> None:

@@ -45,6 +45,15 @@ def test_lists():
     assert got.device == ("CPU:threads=2",)
 
 
+def test_layers_per_device_are_numbers_in_any_source():
+    assert load({"split": "20,12"}, {}).settings.split == (20, 12)
+    assert load({}, {"HETERO_SPLIT": "20, 12"}).settings.split == (20, 12)
+    Path("hetero.toml").write_text("split = [3, 4, 5]\n")
+    loaded = load({}, {})
+    assert loaded.settings.split == (3, 4, 5)
+    assert ("split", "3, 4, 5", "hetero.toml") in config.describe(loaded)
+
+
 @pytest.mark.parametrize(
     ("text", "size"),
     [
@@ -75,6 +84,10 @@ def test_not_sizes(text: str):
         ({}, {"HETERO_KV_MEMORY": "lots"}, "", ["HETERO_KV_MEMORY", "'lots'", "2GiB"]),
         ({}, {"HETERO_LOG_LEVEL": "loud"}, "", ["HETERO_LOG_LEVEL", "loud", "warning"]),
         ({}, {}, "port = true", ["port", "hetero.toml", "whole number"]),
+        ({"split": "20,x"}, {}, "", ["--split", "'x'", "whole number"]),
+        ({}, {"HETERO_SPLIT": "0,4"}, "", ["HETERO_SPLIT", "at least 1"]),
+        ({}, {}, "split = 3", ["split", "hetero.toml", "20,12"]),
+        ({"objective": "speed"}, {}, "", ["--objective", "speed", "throughput"]),
         ({}, {}, "api_key = [1]", ["api_key", "hetero.toml", "strings"]),
         ({}, {}, 'host = ""', ["host", "hetero.toml", "non-empty"]),
         ({}, {}, "max-num-seq = 3", ["hetero.toml", "'max-num-seq'", "'max_num_seqs'"]),

@@ -7,6 +7,7 @@ import pytest
 from fake_runner import FakeRunner, make_engine, text_after
 
 from hetero.engine import Engine
+from hetero.pipeline.stage import StageTimes
 from hetero.request import FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
 
@@ -242,7 +243,7 @@ def test_time_outside_the_graph_and_latencies() -> None:
     def slow_wait(timeout=None):
         now[0] += 0.5
         result = wait(timeout)
-        result.graph_seconds, result.busy_seconds = 0.4, (0.45,)
+        result.stages = (StageTimes(busy_seconds=0.45, graph_seconds=0.4),)
         return result
 
     runner.wait = slow_wait  # type: ignore[method-assign]

@@ -245,3 +245,24 @@ async def test_before_the_start_nothing_is_accepted() -> None:
         submit(engine, "x", "r")
     await engine.close()
     await engine.close()
+
+
+async def test_a_lost_device_refuses_until_it_is_back() -> None:
+    runner = FakeRunner(2, step_seconds=0.001)
+    async with running(runner) as engine:
+        streams = [submit(engine, f"prompt {i}", str(i), max_tokens=400, ignore_eos=True) for i in range(3)]
+        await streams[0].__anext__()
+        runner.unavailable = "device X was lost"
+        runner.changed()
+        for stream in streams:
+            last = (await read(stream))[1]
+            assert last.finish_reason is FinishReason.ERROR
+            assert (last.error, last.error_code) == ("device X was lost", "device_unavailable")
+        assert engine.health() == (False, "device X was lost") and is_empty(engine)
+        with pytest.raises(RequestError, match="device X was lost") as refused:
+            submit(engine, "more", "more")
+        assert refused.value.code == "device_unavailable"
+        runner.back = True
+        runner.changed()  # with no work: the engine's thread sleeps until then
+        await until(lambda: engine.health() == (True, ""))
+        assert (await read(submit(engine, "more", "more", max_tokens=5)))[0] == text_after("more", 5)

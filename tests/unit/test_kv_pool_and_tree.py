@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hetero.kv.block_pool import BlockPool
+from hetero.kv.free_runs import FreeRuns
 from hetero.kv.prefix_tree import Node, PrefixTree, common_length
 
 
@@ -21,13 +22,14 @@ class PoolMachine(RuleBasedStateMachine):
         self.owners: dict[int, object] = {}
         self.idle: list[int] = []  # oldest first
 
-    @rule()
-    def allocate(self) -> None:
-        room = self.pool.num_free
-        block = self.pool.allocate()
-        assert (block is None) == (room == 0)
+    @rule(room=st.integers(1, 9), data=st.data())
+    def allocate(self, room: int, data: st.DataObject) -> None:
+        after = data.draw(st.none() | st.sampled_from(sorted(self.refs))) if self.refs else None
+        free = set(range(1, self.pool.num_blocks)) - set(self.refs) - set(self.idle)
+        block = self.pool.allocate(after, room)
+        assert (block is None) == (not free)
         if block is not None:
-            assert block != 0 and block not in self.refs and block not in self.idle
+            assert block in free and (block == after + 1 if after is not None and after + 1 in free else True)
             self.refs[block] = 1
 
     @precondition(lambda self: self.refs or self.idle)
@@ -78,6 +80,60 @@ class PoolMachine(RuleBasedStateMachine):
         for block in range(pool.num_blocks):
             assert pool.ref_counts[block] == self.refs.get(block, 0)
             assert pool.owner(block) is self.owners.get(block)
+
+
+class RunsMachine(RuleBasedStateMachine):
+    """Runs beside a set."""
+
+    @initialize(size=st.integers(1, 20), start=st.integers(0, 20))
+    def start(self, size: int, start: int) -> None:
+        self.size, self.members = size, set(range(min(start, size), size))
+        self.runs = FreeRuns(size)
+        if self.members:
+            self.runs.put_all(start)
+
+    @rule(data=st.data())
+    def put(self, data: st.DataObject) -> None:
+        number = data.draw(st.integers(0, self.size - 1))
+        if number in self.members:
+            with pytest.raises(ValueError):
+                self.runs.put(number)
+        else:
+            self.runs.put(number)
+            self.members.add(number)
+
+    @rule(data=st.data())
+    def take(self, data: st.DataObject) -> None:
+        number, first = data.draw(st.integers(0, self.size - 1)), data.draw(st.integers(0, self.size - 1))
+        run = set(range(first, number + 1))
+        if run and run <= self.members and first - 1 not in self.members:
+            self.runs.take(number, first)
+            self.members.remove(number)
+        else:
+            with pytest.raises(ValueError):
+                self.runs.take(number, first)
+
+    @precondition(lambda self: self.members)
+    @rule(data=st.data())
+    def take_somewhere(self, data: st.DataObject) -> None:
+        first, end = self.runs.long_run()
+        assert end - first >= self.runs.longest
+        number = data.draw(st.integers(first, end - 1))
+        self.runs.take(number, first)
+        self.members.remove(number)
+
+    @invariant()
+    def agrees(self) -> None:
+        if not hasattr(self, "runs"):
+            return
+        self.runs.check_invariants()
+        assert len(self.runs) == len(self.members) and bool(self.runs) == bool(self.members)
+        assert {n for n in range(self.size) if n in self.runs} == self.members
+        longest = length = 0
+        for number in range(self.size):
+            length = length + 1 if number in self.members else 0
+            longest = max(longest, length)
+        assert self.runs.longest <= longest < 2 * self.runs.longest or longest == self.runs.longest == 0
 
 
 class TreeMachine(RuleBasedStateMachine):
@@ -148,7 +204,10 @@ class TreeMachine(RuleBasedStateMachine):
 
 TestPool = PoolMachine.TestCase
 TestTree = TreeMachine.TestCase
-TestPool.settings = TestTree.settings = settings(max_examples=60, stateful_step_count=40, deadline=None)
+TestRuns = RunsMachine.TestCase
+TestPool.settings = TestTree.settings = TestRuns.settings = settings(
+    max_examples=60, stateful_step_count=40, deadline=None
+)
 
 
 def test_misuse_of_blocks_is_an_error() -> None:
@@ -162,3 +221,25 @@ def test_misuse_of_blocks_is_an_error() -> None:
         pool.acquire(2 if block == 1 else 1)
     with pytest.raises(ValueError, match="at least 2"):
         BlockPool(1)
+
+
+def test_a_sequence_grows_in_a_row_and_others_get_room_of_their_own() -> None:
+    pool = BlockPool(65)
+    first = [pool.allocate(None, 8)]
+    second = [pool.allocate(None, 8)]
+    assert first == [1] and second == [33]  # the middle of what was left
+    for _ in range(20):
+        first.append(pool.allocate(first[-1]))
+        second.append(pool.allocate(second[-1]))
+    assert first == list(range(1, 22)) and second == list(range(33, 54))
+
+
+def test_a_sequence_that_is_too_long_for_half_a_run_begins_at_its_front() -> None:
+    pool = BlockPool(65)
+    pool.allocate()
+    assert pool.allocate(None, 40) == 2
+
+
+def test_an_empty_set_has_no_run() -> None:
+    with pytest.raises(IndexError):
+        FreeRuns(4).long_run()

@@ -1,17 +1,13 @@
-"""The memory map as arithmetic, and what a container's limits do to it."""
+"""The memory map as arithmetic."""
 
 from __future__ import annotations
 
-import psutil
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from backends.base import DeviceInfo
 from hetero.config import Settings
-from hetero.launch import open_stage, prepare
-from hetero.plan import devices
-from hetero.plan.devices import DeviceError
+from hetero.launch import open_stages, prepare
 from hetero.plan.planner import (
     BLOCK_SIZE,
     MIN_CONTEXT,
@@ -19,6 +15,8 @@ from hetero.plan.planner import (
     SPARE,
     Limits,
     ModelFacts,
+    Place,
+    Plan,
     explain_shortage,
     kv_bytes,
     kv_groups,
@@ -26,8 +24,6 @@ from hetero.plan.planner import (
 )
 
 GIB = 1 << 30
-CPU = DeviceInfo("CPU", "cpu", "a processor", 8 * GIB, 4 * GIB, "CPU", "CPU")
-GPU = DeviceInfo("CUDA0", "gpu", "a card", 8 * GIB, 4 * GIB, "0000:01:00.0", "CUDA")
 
 
 def facts(**changes) -> ModelFacts:
@@ -35,19 +31,38 @@ def facts(**changes) -> ModelFacts:
         "n_ctx_train": 8192,
         "layer_windows": (None,) * 4,
         "kv_bytes_per_token": (1024,) * 4,
-        "weight_bytes": 100 << 20,
+        "layer_bytes": (20 << 20,) * 4,
+        "embed_bytes": 5 << 20,
+        "head_bytes": 15 << 20,
         "compute_bytes": 10 << 20,
     }
     return ModelFacts(**{**values, **changes})
 
 
+def on_one(model: ModelFacts, free: int, wanted: Limits) -> Plan:
+    """The whole model on a CPU with so many free bytes."""
+    return make_plan(model, [Place("CPU", free, "memory")], [(0, 0, model.n_layer)], wanted)
+
+
 models = st.builds(
-    lambda layers, n_ctx, weights, compute: ModelFacts(
-        n_ctx, tuple(w for w, _ in layers), tuple(b for _, b in layers), weights, compute
+    lambda layers, n_ctx, ends, compute: ModelFacts(
+        n_ctx,
+        tuple(window for window, _, _ in layers),
+        tuple(kv for _, kv, _ in layers),
+        tuple(weights for _, _, weights in layers),
+        *ends,
+        compute,
+        rows_bytes=compute // 10,
+        logits_bytes=compute // 5,
+        gather_bytes_per_token=1000,
     ),
-    st.lists(st.tuples(st.none() | st.integers(1, 5000), st.integers(16, 1 << 16)), min_size=1, max_size=12),
+    st.lists(
+        st.tuples(st.none() | st.integers(1, 5000), st.integers(16, 1 << 16), st.integers(0, 8 * GIB)),
+        min_size=1,
+        max_size=12,
+    ),
     st.integers(16, 1 << 18),
-    st.integers(0, 64 * GIB),
+    st.tuples(st.integers(0, GIB), st.integers(0, GIB)),
     st.integers(0, GIB),
 )
 limits = st.builds(
@@ -62,14 +77,14 @@ limits = st.builds(
 
 @given(models, st.integers(0, 256 * GIB), limits)
 def test_every_plan_is_consistent(model: ModelFacts, free: int, wanted: Limits):
-    plan = make_plan(model, "CPU", free, wanted)
+    plan = on_one(model, free, wanted)
     (stage,) = plan.stages
     assert sorted(i for g in plan.groups for i in g.layers) == list(range(model.n_layer))
     assert plan.groups[0].window is None or None not in model.layer_windows
     assert plan.kv_tokens >= BLOCK_SIZE and plan.kv_tokens % BLOCK_SIZE == 0
     assert 1 <= plan.max_model_len <= min(plan.kv_tokens, model.n_ctx_train)
     assert stage.kv_bytes == kv_bytes(plan.groups, model.kv_bytes_per_token)
-    assert plan.total_bytes == model.weight_bytes + model.compute_bytes + stage.kv_bytes
+    assert plan.total_bytes == model.weight_bytes + model.compute_bytes + model.logits_bytes + stage.kv_bytes
     assert plan.fits == (plan.total_bytes <= int(free * SPARE))
     assert plan.short_by_bytes == max(0, plan.total_bytes - int(free * SPARE))
     assert plan.reasons
@@ -82,11 +97,62 @@ def test_every_plan_is_consistent(model: ModelFacts, free: int, wanted: Limits):
 @given(models, st.integers(0, 256 * GIB), limits)
 def test_a_default_cache_takes_a_quarter_of_the_free_memory_or_the_least_useful(model, free, wanted):
     wanted = Limits(wanted.ctx, 0, 0, wanted.max_num_seqs, wanted.max_num_batched_tokens)
-    plan = make_plan(model, "CPU", free, wanted)
+    plan = on_one(model, free, wanted)
     context = min(wanted.ctx or model.n_ctx_train, model.n_ctx_train)
     least = context if wanted.ctx else min(context, MIN_CONTEXT)
     assert plan.stages[0].kv_bytes <= int(free * SHARE) or plan.kv_tokens - least < BLOCK_SIZE
     assert plan.kv_tokens - wanted.max_num_seqs * context < BLOCK_SIZE
+
+
+@st.composite
+def cut_up(draw):
+    """A model, places in some memories, and cuts that put each layer on one of them."""
+    model = draw(models)
+    count = draw(st.integers(1, min(4, model.n_layer)))
+    memories = draw(st.lists(st.sampled_from("ab"), min_size=count, max_size=count))
+    free = {name: draw(st.integers(0, 64 * GIB)) for name in "ab"}
+    places = [Place(f"dev{i}", free[m], m, m == "a", m == "b") for i, m in enumerate(memories)]
+    inner = (
+        draw(st.sets(st.integers(1, model.n_layer - 1), min_size=count - 1, max_size=count - 1))
+        if count > 1
+        else ()
+    )
+    ends = [0, *sorted(inner), model.n_layer]
+    order = draw(st.permutations(range(count)))
+    return model, places, [(d, ends[i], ends[i + 1]) for i, d in enumerate(order)]
+
+
+@given(cut_up(), limits)
+def test_a_plan_of_several_stages_adds_up_in_each_memory(problem, wanted: Limits):
+    model, places, cuts = problem
+    plan = make_plan(model, places, cuts, wanted)
+    assert [(s.index, *s.layers) for s in plan.stages] == cuts
+    assert sum(s.kv_bytes for s in plan.stages) == kv_bytes(plan.groups, model.kv_bytes_per_token)
+    assert sum(s.weight_bytes for s in plan.stages) == model.weight_bytes
+    missing = 0
+    for name in {p.memory for p in places}:
+        stages = [s for s in plan.stages if places[s.index].memory == name]
+        missing += max(0, sum(s.total_bytes for s in stages) - int(stages[0].free_bytes * SPARE))
+    assert plan.short_by_bytes == missing
+    assert plan.fits == (missing == 0)
+    for stage in plan.stages:
+        assert (
+            stage.compute_bytes >= model.compute_bytes + 1000 * plan.kv_tokens * places[stage.index].gathers
+        )
+    if not plan.fits:
+        line = explain_shortage(plan, model)
+        assert "\n" not in line
+        assert all(str(s.nbytes) in line and s.devices[0] in line for s in plan.shortages)
+
+
+def test_devices_that_share_a_memory_are_counted_together():
+    places = [Place("CPU:threads=1", GIB, "memory"), Place("CPU:threads=3", GIB, "memory")]
+    fits = make_plan(facts(), places, [(0, 0, 2), (1, 2, 4)], Limits(kv_tokens=1 << 17))
+    assert fits.fits and fits.free_bytes == GIB
+    plan = make_plan(facts(), places, [(0, 0, 2), (1, 2, 4)], Limits(kv_tokens=1 << 18))
+    assert not plan.fits and max(s.total_bytes for s in plan.stages) < GIB * SPARE
+    assert plan.shortages[0].devices == ("CPU:threads=1", "CPU:threads=3")
+    assert "CPU:threads=1 and CPU:threads=3" in explain_shortage(plan, facts())
 
 
 @given(models, limits, st.integers(1, 1 << 20))
@@ -104,13 +170,13 @@ def test_windowed_pools_hold_what_running_requests_attend(model: ModelFacts, wan
 
 
 def test_more_memory_never_gives_a_smaller_cache():
-    sizes = [make_plan(facts(), "CPU", n * GIB // 4, Limits()).kv_tokens for n in range(1, 40)]
+    sizes = [on_one(facts(), n * GIB // 4, Limits()).kv_tokens for n in range(1, 40)]
     assert sizes == sorted(sizes)
     assert sizes[-1] == 32 * 8192
 
 
 def test_shortage_is_told_in_one_line_with_bytes_and_a_remedy():
-    plan = make_plan(facts(), "CPU", GIB, Limits(kv_tokens=1 << 20))
+    plan = on_one(facts(), GIB, Limits(kv_tokens=1 << 20))
     assert not plan.fits
     line = explain_shortage(plan, facts())
     assert "\n" not in line
@@ -119,52 +185,16 @@ def test_shortage_is_told_in_one_line_with_bytes_and_a_remedy():
 
 
 def test_no_cache_size_helps_when_the_weights_alone_do_not_fit():
-    model = facts(weight_bytes=2 * GIB)
-    line = explain_shortage(make_plan(model, "CPU", GIB, Limits()), model)
+    model = facts(layer_bytes=(GIB // 2,) * 4)
+    line = explain_shortage(on_one(model, GIB, Limits()), model)
     assert "--kv-tokens" not in line and "free some memory" in line
 
 
 def test_an_explicit_context_is_worth_more_than_a_quarter():
     model = facts(kv_bytes_per_token=(1 << 16,) * 4)  # 2 GiB for 8192 tokens
-    assert make_plan(model, "CPU", 4 * GIB, Limits()).kv_tokens == 4080
-    plan = make_plan(model, "CPU", 4 * GIB, Limits(ctx=8192))
+    assert on_one(model, 4 * GIB, Limits()).kv_tokens == 4080
+    plan = on_one(model, 4 * GIB, Limits(ctx=8192))
     assert plan.fits and plan.max_model_len == 8192
-
-
-def test_choosing_devices():
-    assert devices.choose((), 3, [CPU, GPU]).threads == 3
-    assert devices.choose(("cpu:threads=5",), 3, [CPU, GPU]).threads == 5
-    assert devices.choose((), 0, [CPU]).threads == devices.usable_cores() >= 1
-    for bad in (
-        "CUDA7",
-        "CPU:threads=0",
-        "CPU:threads",
-        "CPU:cores=2",
-        "rpc=host:1",
-        "CUDA0",
-        "CUDA0:threads=2",
-    ):
-        with pytest.raises(DeviceError, match="--device"):
-            devices.choose((bad,), 0, [CPU, GPU])
-    with pytest.raises(DeviceError, match="several devices"):
-        devices.choose(("CPU", "CUDA0"), 0, [CPU, GPU])
-
-
-def test_container_limits(tmp_path):
-    assert devices.memory_limit(tmp_path) is None and devices.cpu_quota(tmp_path) is None
-    (tmp_path / "cpu.max").write_text("150000 100000\n")
-    (tmp_path / "memory.max").write_text(f"{GIB}\n")
-    (tmp_path / "memory.current").write_text(f"{GIB - (200 << 20)}\n")
-    (tmp_path / "memory.stat").write_text(f"anon 5\ninactive_file {100 << 20}\n")
-    assert devices.cpu_quota(tmp_path) == 2
-    assert devices.memory_limit(tmp_path) == GIB
-    assert devices.free_memory(tmp_path) == min(300 << 20, psutil.virtual_memory().available)
-    (tmp_path / "memory.max").write_text("max\n")
-    (tmp_path / "cpu.max").write_text("max 100000\n")
-    assert devices.memory_limit(tmp_path) is None and devices.cpu_quota(tmp_path) is None
-    (tmp_path / "memory").mkdir()
-    (tmp_path / "memory" / "memory.limit_in_bytes").write_text("9223372036854771712\n")
-    assert devices.memory_limit(tmp_path) is None
 
 
 @pytest.mark.parametrize("fixture", ["smollm2_path", "gemma3_path"])
@@ -174,7 +204,7 @@ def test_the_plan_bounds_what_a_loaded_stage_holds(fixture: str, request: pytest
     )
     prepared = prepare(settings)
     (planned,) = prepared.plan.stages
-    stage = open_stage(prepared, settings, lambda text, done: None)
+    (stage,) = open_stages(prepared, settings, lambda text, done: None)
     held = stage.memory()
     stage.close()
     assert 0 <= held["kv"] - planned.kv_bytes <= 1 << 20  # alignment
@@ -188,9 +218,11 @@ def test_memory_beyond_any_use_is_not_claimed() -> None:
         n_ctx_train=1024,
         layer_windows=(None,),
         kv_bytes_per_token=(64,),
-        weight_bytes=1 << 20,
+        layer_bytes=(1 << 20,),
+        embed_bytes=0,
+        head_bytes=0,
         compute_bytes=1 << 20,
     )
-    plan = make_plan(facts, "CPU", 1 << 40, limits)
+    plan = on_one(facts, 1 << 40, limits)
     assert plan.kv_tokens == 4 * 1024
     assert any("4 requests of 1024 tokens" in reason for reason in plan.reasons)

@@ -11,6 +11,7 @@ from backends.ggml.models.families import FAMILIES, Family
 from quant.gguf import GGUFFile
 
 LINEAR_SCALINGS = ("none", "linear")
+VOCABULARY_KEY = "hetero.vocab_size"  # in a file without an embedding, which would say it
 
 
 class ModelError(ValueError):
@@ -58,8 +59,11 @@ class ModelConfig:
         return self.rope_full if self.layer_windows[layer] is None else self.rope_window
 
 
-def read_config(gguf: GGUFFile) -> ModelConfig:
-    """Read the configuration of a model. Raises ModelError naming the key or tensor at fault."""
+def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelConfig:
+    """Read the configuration of a model. Raises ModelError naming the key or tensor at fault.
+
+    With `layers` (first, last) the file holds what a stage of layers [first, last) needs, and no more.
+    """
     family = FAMILIES.get(gguf.architecture)
     if family is None:
         known = ", ".join(FAMILIES)
@@ -92,7 +96,7 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
         n_ff=meta.size("feed_forward_length", 1, 1 << 24),
-        n_vocab=_vocabulary(gguf, n_embd),
+        n_vocab=_vocabulary(gguf, n_embd, layers),
         norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
         attention_scale=_attention_scale(meta, family, n_layer, n_embd, n_head, head_dim_k),
         embedding_scale=math.sqrt(n_embd) if family.scale_embeddings else 1.0,
@@ -100,7 +104,9 @@ def read_config(gguf: GGUFFile) -> ModelConfig:
         rope_full=_rope(meta, gguf, family, n_rot, windowed=False),
         rope_window=_rope(meta, gguf, family, n_rot, windowed=True),
     )
-    _check_tensors(gguf, config)
+    if layers is not None and not 0 <= layers[0] < layers[1] <= n_layer:
+        raise ModelError(f"{gguf.path.name}: layers {layers[0]} to {layers[1]} of {n_layer}")
+    _check_tensors(gguf, config, layers or (0, n_layer))
     return config
 
 
@@ -169,8 +175,10 @@ def _attention_scale(
     return meta.number("attention.scale", 0.0) or 1.0 / math.sqrt(head_dim)
 
 
-def _vocabulary(gguf: GGUFFile, n_embd: int) -> int:
+def _vocabulary(gguf: GGUFFile, n_embd: int, layers: tuple[int, int] | None) -> int:
     info = gguf.tensors.get("token_embd.weight")
+    if info is None and layers is not None:
+        return _Metadata(gguf.path.name, "hetero", gguf.metadata).size("vocab_size", 1, 1 << 24)
     if info is None or len(info.shape) != 2 or info.shape[0] != n_embd:
         raise ModelError(f"{gguf.path.name}: tensor token_embd.weight is missing or not {n_embd} wide")
     return info.shape[1]
@@ -198,16 +206,18 @@ def layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
     return shapes
 
 
-def _check_tensors(gguf: GGUFFile, config: ModelConfig) -> None:
-    """Every weight present with its shape, and none that the graph would silently leave out."""
-    wanted = {
-        f"blk.{i}.{n}.weight": s for i in range(config.n_layer) for n, s in layer_tensors(config).items()
+def _check_tensors(gguf: GGUFFile, config: ModelConfig, layers: tuple[int, int]) -> None:
+    """Every weight of these layers present with its shape, and none that would be silently left out."""
+    first, last = layers
+    wanted: dict[str, tuple[int, ...]] = {
+        f"blk.{i}.{n}.weight": s for i in range(first, last) for n, s in layer_tensors(config).items()
     }
-    wanted |= {"token_embd.weight": (config.n_embd, config.n_vocab), "output_norm.weight": (config.n_embd,)}
-    optional = {
-        "output.weight": (config.n_embd, config.n_vocab),
-        "rope_freqs.weight": (config.rope_full.n_rot // 2,),
-    }
+    optional: dict[str, tuple[int, ...]] = {"rope_freqs.weight": (config.rope_full.n_rot // 2,)}
+    if last == config.n_layer:
+        wanted["output_norm.weight"] = (config.n_embd,)
+        optional["output.weight"] = (config.n_embd, config.n_vocab)
+    if first == 0 or (last == config.n_layer and "output.weight" not in gguf.tensors):
+        wanted["token_embd.weight"] = (config.n_embd, config.n_vocab)
     for name, shape in wanted.items():
         info = gguf.tensors.get(name)
         if info is None:

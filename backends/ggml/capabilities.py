@@ -1,0 +1,102 @@
+"""What one device can compute, asked of the device itself: no answer is carried over to another.
+
+ggml answers `ggml_backend_dev_supports_op` for an operator whose tensors may lie in a buffer or in none.
+The weights are put in an empty buffer of the device for the question: some devices refuse an operator
+whose weights are elsewhere. A ggml RPC device answers yes to everything, whatever stands behind it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
+
+from backends.ggml.devices import Device
+from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, Library, ggml, set_buffer
+
+# Whole blocks of every weight type, and what the kernels of all devices take in one go
+COLUMNS, ROWS, TOKENS = 512, 64, 4
+CACHED = 256  # a multiple of every kernel's step over the context
+
+MAX_TENSORS = 32
+AskFor = Callable[[Library, int], tuple[int, tuple[int, ...]]]
+
+
+def can_multiply(device: Device, type_id: int) -> bool:
+    """Whether weights of ggml type `type_id` can be multiplied with float32 activations, by one row and by
+    several."""
+
+    def multiply(tokens: int, lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        weight = lib.new_tensor_4d(ctx, type_id, COLUMNS, ROWS, 1, 1)
+        return lib.mul_mat(ctx, weight, lib.new_tensor_4d(ctx, TYPE_F32, COLUMNS, tokens, 1, 1)), (weight,)
+
+    return all(_supported(device, partial(multiply, tokens)) for tokens in (1, TOKENS))
+
+
+def can_look_up(device: Device, type_id: int) -> bool:
+    """Whether rows of a table of ggml type `type_id` can be gathered as float32 (token embeddings)."""
+
+    def rows(lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        table = lib.new_tensor_4d(ctx, type_id, COLUMNS, ROWS, 1, 1)
+        return lib.get_rows(ctx, table, lib.new_tensor_4d(ctx, TYPE_I32, TOKENS, 1, 1, 1)), (table,)
+
+    return _supported(device, rows)
+
+
+def can_store(device: Device, type_id: int) -> bool:
+    """Whether float32 rows can be written as ggml type `type_id` at the slots that an int64 tensor names."""
+
+    def store(lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        pool = lib.new_tensor_4d(ctx, type_id, COLUMNS, ROWS, 1, 1)
+        values = lib.new_tensor_4d(ctx, TYPE_F32, COLUMNS, TOKENS, 1, 1)
+        slots = lib.new_tensor_4d(ctx, TYPE_I64, TOKENS, 1, 1, 1)
+        return lib.set_rows(ctx, pool, values, slots), (pool,)
+
+    return _supported(device, store)
+
+
+def can_flash_attend(
+    device: Device,
+    head_dim_k: int,
+    head_dim_v: int,
+    n_head: int,
+    n_head_kv: int,
+    kv_type: int = TYPE_F16,
+    soft_cap: float = 0.0,
+) -> bool:
+    """Whether ggml's fused attention runs with K and V of ggml type `kv_type` and a float16 mask, for one
+    query of each sequence and for several (queries float32 [head_dim_k, T, n_head, S])."""
+
+    def attend(tokens: int, lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        sequences = 2
+        q = lib.new_tensor_4d(ctx, TYPE_F32, head_dim_k, tokens, n_head, sequences)
+        k = lib.new_tensor_4d(ctx, kv_type, head_dim_k, CACHED, n_head_kv, sequences)
+        v = lib.new_tensor_4d(ctx, kv_type, head_dim_v, CACHED, n_head_kv, sequences)
+        mask = lib.new_tensor_4d(ctx, TYPE_F16, CACHED, tokens, 1, sequences)
+        return lib.flash_attn_ext(ctx, q, k, v, mask, head_dim_k**-0.5, 0.0, soft_cap), (k, v)
+
+    return all(_supported(device, partial(attend, tokens)) for tokens in (1, TOKENS))
+
+
+def _supported(device: Device, ask: AskFor) -> bool:
+    """The device's answer for the operator that `ask` builds; also returns the tensors it keeps."""
+    lib = ggml()
+    with _empty_buffer(device) as buffer:
+        context = lib.context(MAX_TENSORS)
+        try:
+            operator, kept = ask(lib, context)
+            for tensor in kept:
+                set_buffer(tensor, buffer)
+            return bool(lib.backend_dev_supports_op(device.handle, operator))
+        finally:
+            lib.free(context)
+
+
+@contextmanager
+def _empty_buffer(device: Device) -> Iterator[int]:
+    lib = ggml()
+    buffer = lib.backend_buft_alloc_buffer(device.buffer_type, 0)
+    try:
+        yield buffer
+    finally:
+        lib.backend_buffer_free(buffer)

@@ -1,0 +1,125 @@
+"""Everything a device without kernels of our own holds of a stage's layers, and how graphs are built."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from backends.base import BatchLike
+from backends.ggml import attention_layout as layouts
+from backends.ggml.attention_layout import BLOCK_SIZE, GATHERED, Layout, Member, Part
+from backends.ggml.capabilities import can_flash_attend, can_look_up, can_multiply
+from backends.ggml.devices import Device, DeviceError
+from backends.ggml.graph import GraphBuilder
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.paged import PagedPools
+from backends.ggml.paged_graph import PagedGraphBuilder, Upload
+from backends.ggml.weights import Progress, Weights
+from quant.blocks import dequantize
+from quant.gguf import GGUFFile
+from quant.types import GGML_TYPES, row_bytes
+
+EMBEDDING = "token_embd.weight"
+
+
+class DeviceLayers:
+    """Weights and KV pools of `group_of`'s layers in the device's memory.
+
+    Where the device cannot look up rows of the embedding's format, the host does, and sends them.
+    """
+
+    min_rows = 1
+
+    def __init__(
+        self,
+        gguf: GGUFFile,
+        config: ModelConfig,
+        device: Device,
+        names: Sequence[str],
+        lookup: bool,
+        head: str | None,
+        group_of: dict[int, int],
+        num_blocks: Sequence[int],
+        progress: Progress | None,
+    ):
+        """As CpuLayers. Raises DeviceError for a weight that the device cannot multiply."""
+        self._gguf, self._config, self._device = gguf, config, device
+        self._host_lookup = lookup and not can_look_up(device, gguf.tensors[EMBEDDING].type)
+        held = [n for n in names if n != EMBEDDING or n == head or (lookup and not self._host_lookup)]
+        for name in held:
+            info = gguf.tensors[name]
+            multiplied = len(info.shape) > 1 and (name != EMBEDDING or name == head)
+            if multiplied and not can_multiply(device, info.type):
+                kind = GGML_TYPES[info.type].name
+                raise DeviceError(f"device {device.info.name}: cannot multiply by {name}, which is {kind}")
+        self.flash = can_flash_attend(
+            device, config.head_dim_k, config.head_dim_v, config.n_head, config.n_head_kv
+        )
+        self.weights = Weights(gguf, held, device, progress)
+        self.weight_bytes = self.weights.nbytes
+        self.kv = PagedPools(config, device, sorted(group_of), group_of, num_blocks)
+        self._num_blocks = list(num_blocks)
+        self._windows: list[int | None] = [None] * len(num_blocks)
+        for layer, g in group_of.items():
+            self._windows[g] = config.layer_windows[layer]
+        self.in_place = self.gathered = 0  # parts of steps that were attended so
+        self._used = [g in group_of.values() for g in range(len(num_blocks))]
+
+    def layout(self, batch: BatchLike, rows: int) -> Layout:
+        layout = layouts.lay_out(batch, self._windows, self._used, self._num_blocks, rows)
+        for part in layout.parts:
+            everywhere = all(v for v, used in zip(part.views, self._used, strict=True) if used)
+            self.in_place += everywhere
+            self.gathered += not everywhere
+        return layout
+
+    def largest_layout(self, rows: int) -> Layout:
+        """A step whose graph needs as much memory as any: one sequence over the whole pool, gathered."""
+        spans = []
+        for window, used, blocks in zip(self._windows, self._used, self._num_blocks, strict=True):
+            most = (
+                blocks * BLOCK_SIZE
+                if window is None
+                else min(blocks * BLOCK_SIZE, window + rows + BLOCK_SIZE)
+            )
+            spans.append(layouts.span_of(max(most, min(GATHERED, blocks * BLOCK_SIZE))) if used else 0)
+        part = Part(1, rows, tuple(spans), (False,) * len(spans))
+        nothing = np.zeros(1, np.int32)
+        member = Member(nothing, [nothing] * len(spans))
+        order = np.zeros(rows, np.int32)
+        return Layout((part,), [member], order, order)
+
+    def new_builder(self, rows: int, layout: Layout) -> PagedGraphBuilder:
+        return PagedGraphBuilder(self._config, self._device, self.weights, rows, self.kv, layout, self.flash)
+
+    def embed(self, g: GraphBuilder) -> tuple[int, int]:
+        """(input of the graph, hidden rows): token ids, or the rows that the host looked up."""
+        if not self._host_lookup:
+            source = g.input_i32(g.rows)
+            return source, g.embed(source, EMBEDDING, self._config.embedding_scale)
+        source = g.input_f32(self._config.n_embd, g.rows)
+        return source, g.scaled(source, self._config.embedding_scale)
+
+    def token_input(self, ids: np.ndarray) -> np.ndarray:
+        """What `embed`'s input takes: int32 [T], or float32 [T, n_embd]."""
+        if not self._host_lookup:
+            return ids
+        info = self._gguf.tensors[EMBEDDING]
+        rows = self._gguf.tensor_data(EMBEDDING).reshape(-1, row_bytes(info.type, self._config.n_embd))
+        return dequantize(info.type, rows[ids], (len(ids), self._config.n_embd))
+
+    def counters(self) -> dict[str, int]:
+        return {"attended_in_place": self.in_place, "attended_gathered": self.gathered}
+
+    def set_step(self, g: Any, batch: BatchLike, layout: Layout, upload: Upload) -> None:
+        assert isinstance(g, PagedGraphBuilder)
+        g.set_step(batch, layout, upload)
+
+    def close(self) -> None:
+        self.kv.close()
+        self.weights.close()
+
+
+__all__ = ["DeviceLayers"]

@@ -1,0 +1,138 @@
+"""KV pools on a device that has plain ggml operators only.
+
+Each layer's K and V are one F32 tensor of raw bits, a row for each block:
+
+    row b of K      token 16 b: f16 [kv head][dim] | token 16 b + 1: ... | token 16 b + 15: ...
+
+so that `get_rows` copies whole blocks bit by bit, whatever type they really have. Writing goes through
+an f16 view with a row for each token. V has the same form. Checked on the CPU and on Vulkan.
+"""
+
+from __future__ import annotations
+
+import ctypes as C
+from collections.abc import Iterable, Sequence
+
+from backends.base import BlockCopyLike
+from backends.ggml.attention_layout import BLOCK_SIZE
+from backends.ggml.devices import Device
+from backends.ggml.lib import (
+    TYPE_F16,
+    TYPE_F32,
+    WORD_DATA,
+    WORD_NB,
+    WORD_NE,
+    WORD_VIEW_OFFSET,
+    ggml,
+    shape_of,
+)
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.weights import DeviceTensors
+
+F16_BYTES = 2
+
+
+class PagedPools:
+    """Pools of the stage's layers: `keys[layer]` and `values[layer]` are F32 [block bytes / 4, blocks]."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        layers: Sequence[int],
+        group_of: dict[int, int],
+        num_blocks: Sequence[int],
+    ):
+        self.layers, self.group_of = list(layers), group_of
+        self.key_bytes = F16_BYTES * config.n_head_kv * config.head_dim_k  # of a token
+        self.value_bytes = F16_BYTES * config.n_head_kv * config.head_dim_v
+        shapes = [
+            (TYPE_F32, BLOCK_SIZE * nbytes // 4, num_blocks[group_of[layer]])
+            for layer in self.layers
+            for nbytes in (self.key_bytes, self.value_bytes)
+        ]
+        self._tensors = DeviceTensors(device, shapes)
+        self._tensors.clear()  # what is masked is still multiplied, by zero: it must be finite
+        self.keys = dict(zip(self.layers, self._tensors.handles[::2], strict=True))
+        self.values = dict(zip(self.layers, self._tensors.handles[1::2], strict=True))
+        self._context = ggml().context(2 * len(shapes))
+        self._rows = {  # two views of one block, for copies
+            pool: tuple(row_view(self._context, pool) for _ in range(2)) for pool in self._tensors.handles
+        }
+
+    @property
+    def nbytes(self) -> int:
+        return self._tensors.nbytes
+
+    def copy_blocks(self, copies: Iterable[BlockCopyLike]) -> None:
+        """Carry out copy-on-write in every layer of the copies' groups, without leaving the device."""
+        lib = ggml()
+        for copy in copies:
+            for layer in self.layers:
+                if self.group_of[layer] != copy.group:
+                    continue
+                for pool in (self.keys[layer], self.values[layer]):
+                    source, target = self._rows[pool]
+                    move_view(source, pool, copy.src)
+                    move_view(target, pool, copy.dst)
+                    lib.backend_tensor_copy(source, target)
+
+    def close(self) -> None:
+        ggml().free(self._context)
+        self._tensors.close()
+
+
+def row_view(context: int, pool: int) -> int:
+    """One block of a pool as a tensor; `move_view` points it at another."""
+    lib = ggml()
+    width = shape_of(pool)[0]
+    view = lib.view_4d(context, pool, width, 1, 1, 1, 4 * width, 4 * width, 4 * width, 0)
+    lib.backend_view_init(view)
+    return view
+
+
+def move_view(view: int, pool: int, block: int) -> None:
+    """Let a view of a pool begin at a block. The graph that it is part of need not be built again."""
+    offset = block * 4 * shape_of(pool)[0]
+    C.c_int64.from_address(view + 8 * WORD_VIEW_OFFSET).value = offset
+    C.c_int64.from_address(view + 8 * WORD_DATA).value = ggml().get_data(pool) + offset
+
+
+def reinterpret(context: int, tensor: int, type_id: int, shape: Sequence[int], strides: Sequence[int]) -> int:
+    """The bytes of a tensor seen as another type: `shape` in elements, `strides` in bytes, both [4].
+
+    ggml has views but no views of another type; the fields are written as ggml lays them out.
+    """
+    lib = ggml()
+    view = lib.view_4d(context, tensor, 1, 1, 1, 1, 4, 4, 4, 0)
+    C.c_int32.from_address(view).value = type_id
+    for i in range(4):
+        C.c_int64.from_address(view + 8 * (WORD_NE + i)).value = shape[i]
+        C.c_int64.from_address(view + 8 * (WORD_NB + i)).value = strides[i]
+    return view
+
+
+def token_rows(context: int, pool: int, token_bytes: int) -> int:
+    """A pool as f16 [heads x dim, slots]: where `set_rows` writes tokens."""
+    slots = shape_of(pool)[1] * BLOCK_SIZE
+    width = token_bytes // F16_BYTES
+    size = slots * token_bytes
+    return reinterpret(context, pool, TYPE_F16, (width, slots, 1, 1), (F16_BYTES, token_bytes, size, size))
+
+
+def heads_of_tokens(
+    context: int, tensor: int, heads: int, dim: int, span: int, sequences: int, flipped: bool = False
+) -> int:
+    """f16 [dim, span, heads, sequences] of rows that lie as [sequences][span][heads][dim]; or `flipped`,
+    [span, dim, heads, sequences].
+    """
+    token = F16_BYTES * heads * dim
+    shape, strides = (dim, span), (F16_BYTES, token)
+    if flipped:
+        shape, strides = shape[::-1], strides[::-1]
+    return reinterpret(
+        context, tensor, TYPE_F16, (*shape, heads, sequences), (*strides, F16_BYTES * dim, span * token)
+    )
+
+
+__all__ = ["PagedPools", "heads_of_tokens", "move_view", "reinterpret", "row_view", "token_rows"]

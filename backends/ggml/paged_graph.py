@@ -1,0 +1,208 @@
+"""The graph builder of a device without kernels of our own: paged attention in plain ggml operators.
+
+A part (see attention_layout) either gathers its blocks or, alone and in one piece, is read in place:
+
+    pool <- set_rows(k)          all rows of the step, at their slots
+    K, V <- get_rows(pool)       f16 [dim, span, kv head, sequence]      (or a view of the pool)
+    flash_attn(q, K, V, mask)    or, where the device has none, softmax(q K^T + mask) V
+
+Everything that differs from step to step with one shape is an input; views are moved.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from backends.base import BatchLike
+from backends.ggml import attention_layout as layouts
+from backends.ggml.attention_layout import BLOCK_SIZE, Layout, Part
+from backends.ggml.devices import Device
+from backends.ggml.graph import GraphBuilder
+from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, shape_of
+from backends.ggml.models.config import ModelConfig, Rope
+from backends.ggml.paged import PagedPools, heads_of_tokens, move_view, reinterpret, token_rows
+from backends.ggml.weights import Weights
+
+ROPE_NEOX = 2
+PRECISION_F32 = 10
+YARN_FAST, YARN_SLOW = 32.0, 1.0  # of no effect without YaRN
+
+Upload = Callable[[int, np.ndarray], None]  # (tensor, values): values live until the step is done
+
+
+@dataclass(slots=True)
+class _PartInputs:
+    part: Part
+    masks: dict[int, int] = field(default_factory=dict)  # by KV group
+    blocks: dict[int, int] = field(default_factory=dict)  # where gathered
+    views: list[tuple[int, int, int]] = field(default_factory=list)  # (view, pool, group) where in place
+
+
+class PagedGraphBuilder(GraphBuilder):
+    """`layout` is any layout of the graph's shape; `flash` says whether the device has that operator."""
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        device: Device,
+        weights: Weights,
+        rows: int,
+        pools: PagedPools,
+        layout: Layout,
+        flash: bool,
+    ):
+        super().__init__(config, device, weights, rows, extra_nodes=32 * len(layout.parts))
+        self.pools, self.flash = pools, flash
+        self._groups = sorted(set(pools.group_of.values()))
+        self._positions = self.input_i32(rows)
+        self._slots = {g: self.input(TYPE_I64, rows) for g in self._groups}
+        count = sum(p.sequences * p.rows for p in layout.parts)
+        self._order = None if layout.order is None else self.input_i32(count)
+        self._place = None if layout.place is None else self.input_i32(rows)
+        self._parts = [self._part_inputs(part) for part in layout.parts]
+
+    def set_step(self, batch: BatchLike, layout: Layout, upload: Upload) -> None:
+        """Fill the inputs with a step of this shape and point the views at its blocks."""
+        upload(self._positions, _padded(batch.positions, self.rows, np.int32))
+        for g, slots in self._slots.items():
+            upload(slots, _padded(batch.slot_mapping[g], self.rows, np.int64))
+        if self._order is not None and self._place is not None:
+            assert layout.order is not None and layout.place is not None
+            upload(self._order, layout.order)
+            upload(self._place, layout.place)
+        windows = self._windows()
+        for inputs, member in zip(self._parts, layout.members, strict=True):
+            for g, tensor in inputs.masks.items():
+                upload(tensor, layouts.mask(inputs.part, member, batch, g, windows[g]))
+            for g, tensor in inputs.blocks.items():
+                upload(tensor, layouts.block_indices(inputs.part, member, batch.block_tables[g], g))
+            for view, pool, g in inputs.views:
+                first = batch.block_tables[g][member.indices[0], member.begins[g][0]]
+                move_view(view, pool, int(first))
+
+    def attention(self, layer: int, projections: Sequence[int]) -> int:
+        c, lib, ctx = self.config, self.lib, self.context
+        group, rope = self.pools.group_of[layer], c.rope_of(layer)
+        q, k, v = projections
+        q = self._rotate(layer, q, "attn_q_norm", c.n_head, rope)
+        k = self._rotate(layer, k, "attn_k_norm", c.n_head_kv, rope)
+        k = lib.reshape_2d(ctx, k, c.n_head_kv * c.head_dim_k, self.rows)
+        keys, values = self.pools.keys[layer], self.pools.values[layer]
+        stored = [
+            self._store(pool, size, x, group)
+            for pool, size, x in ((keys, self.pools.key_bytes, k), (values, self.pools.value_bytes, v))
+        ]
+        q = lib.reshape_2d(ctx, q, c.n_head * c.head_dim_k, self.rows)
+        if self._order is not None:
+            q = lib.get_rows(ctx, q, self._order)
+        result, at = None, 0
+        for inputs in self._parts:
+            attended = self._attend(inputs, group, q, at, stored, (keys, values))
+            result = attended if result is None else lib.concat(ctx, result, attended, 1)
+            at += inputs.part.sequences * inputs.part.rows
+        assert result is not None
+        return result if self._place is None else lib.get_rows(ctx, result, self._place)
+
+    def _rotate(self, layer: int, x: int, norm: str, heads: int, rope: Rope) -> int:
+        """[dim, heads, T], normed where the family does, rotated by the rows' positions."""
+        lib, ctx, c = self.lib, self.context, self.config
+        x = lib.reshape_3d(ctx, x, c.head_dim_k, heads, self.rows)
+        if c.family.qk_norm:
+            x = self.norm(x, f"blk.{layer}.{norm}.weight")
+        factors = None if rope.factors is None else self.weights.tensor(rope.factors)
+        mode = ROPE_NEOX if rope.neox else 0
+        return lib.rope_ext(
+            ctx,
+            x,
+            self._positions,
+            factors,
+            rope.n_rot,
+            mode,
+            0,
+            rope.base,
+            rope.scale,
+            0.0,
+            1.0,
+            YARN_FAST,
+            YARN_SLOW,
+        )
+
+    def _store(self, pool: int, token_bytes: int, rows: int, group: int) -> int:
+        """The pool after the rows were written; reading through it keeps the order."""
+        target = token_rows(self.context, pool, token_bytes)
+        stored = self.lib.set_rows(self.context, target, rows, self._slots[group])
+        self.lib.build_forward_expand(self.graph, stored)
+        return stored
+
+    def _attend(
+        self, inputs: _PartInputs, group: int, q: int, at: int, stored: Sequence[int], pools: Sequence[int]
+    ) -> int:
+        """[n_head * head_dim_v, sequences * rows] of a part whose queries begin at row `at`."""
+        c, part, lib, ctx = self.config, inputs.part, self.lib, self.context
+        head, token = 4 * c.head_dim_k, 4 * c.head_dim_k * c.n_head
+        queries = lib.view_4d(
+            ctx,
+            q,
+            c.head_dim_k,
+            part.rows,
+            c.n_head,
+            part.sequences,
+            token,
+            head,
+            part.rows * token,
+            at * token,
+        )
+        keys = self._tokens(inputs, group, stored[0], pools[0], c.head_dim_k)
+        # flipped in the first view of the pool: it is the one that moves
+        values = self._tokens(inputs, group, stored[1], pools[1], c.head_dim_v, flipped=not self.flash)
+        mask = inputs.masks[group]
+        if self.flash:
+            out = lib.flash_attn_ext(ctx, queries, keys, values, mask, c.attention_scale, 0.0, 0.0)
+            lib.flash_attn_ext_set_prec(out, PRECISION_F32)
+        else:
+            scores = lib.soft_max_ext(ctx, lib.mul_mat(ctx, keys, queries), mask, c.attention_scale, 0.0)
+            out = lib.mul_mat(ctx, lib.cont(ctx, values), scores)
+            out = lib.cont(ctx, lib.permute(ctx, out, 0, 2, 1, 3))
+        return lib.reshape_2d(ctx, out, c.n_head * c.head_dim_v, part.sequences * part.rows)
+
+    def _tokens(
+        self, inputs: _PartInputs, group: int, stored: int, pool: int, dim: int, flipped: bool = False
+    ) -> int:
+        """f16 [dim, span, n_head_kv, sequences]: keys or values, in place or gathered."""
+        part, heads = inputs.part, self.config.n_head_kv
+        span = part.spans[group]
+        if part.views[group]:
+            view = heads_of_tokens(self.context, stored, heads, dim, span, 1, flipped)
+            inputs.views.append((view, pool, group))
+            return view
+        width, blocks = shape_of(pool)[:2]
+        size = 4 * width * blocks
+        rows = reinterpret(self.context, stored, TYPE_F32, (width, blocks, 1, 1), (4, 4 * width, size, size))
+        gathered = self.lib.get_rows(self.context, rows, inputs.blocks[group])
+        return heads_of_tokens(self.context, gathered, heads, dim, span, part.sequences, flipped)
+
+    def _part_inputs(self, part: Part) -> _PartInputs:
+        inputs = _PartInputs(part)
+        for g in self._groups:
+            mask = self.lib.new_tensor_4d(self.context, TYPE_F16, part.spans[g], part.rows, 1, part.sequences)
+            self.lib.set_input(mask)
+            inputs.masks[g] = mask
+            if not part.views[g]:
+                inputs.blocks[g] = self.input(TYPE_I32, part.sequences * part.spans[g] // BLOCK_SIZE)
+        return inputs
+
+    def _windows(self) -> dict[int, int | None]:
+        return {g: self.config.layer_windows[layer] for layer, g in self.pools.group_of.items()}
+
+
+def _padded(values: np.ndarray, count: int, kind: type) -> np.ndarray:
+    """[count]: the values, then zeros (position 0, slot 0 of the scratch block)."""
+    out: np.ndarray = np.zeros(count, kind)
+    out[: len(values)] = values
+    return out
+
+
+__all__ = ["PagedGraphBuilder", "Upload"]

@@ -1,0 +1,55 @@
+"""Whether there is room in the KV pools for one more request."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hetero.kv.manager import KVManager
+from hetero.request import Request
+
+
+class Admission:
+    """Asked before a request is admitted. Remembers the last refusal, which need not be worked out again."""
+
+    def __init__(self, kv: KVManager, chunk: int, max_total_tokens: Callable[[Request], int]):
+        """`chunk`: the most tokens of a step. `max_total_tokens`: the length at which a request ends."""
+        self._kv, self._chunk, self._max_total_tokens = kv, chunk, max_total_tokens
+        self._refused: tuple[str, int, list[int]] | None = None  # who lacked room, when, with how much
+
+    def refuse(self, request: Request, step_id: int) -> None:
+        """Take note that the request lacked room in this step."""
+        self._refused = (request.request_id, step_id, self._kv.available_blocks())
+
+    def forget_refusal(self) -> None:
+        self._refused = None
+
+    def still_refused(self, request: Request, step_id: int) -> bool:
+        """Whether the request lacked room a few steps ago, and there is no more now.
+
+        Spares the walk through the tree in each step; now and then the tree has grown.
+        """
+        if self._refused is None or self._refused[0] != request.request_id:
+            return False
+        _, refused_at, available = self._refused
+        recent = step_id - refused_at < self._kv.block_size
+        return recent and all(
+            now <= then for now, then in zip(self._kv.available_blocks(), available, strict=True)
+        )
+
+    def worst_case_fits(self, running: Sequence[Request], request: Request) -> bool:
+        """Whether all that runs and `request` can go to their ends without any preemption."""
+        peaks = [self._kv.peak_blocks(self._max_total_tokens(r), self._chunk) for r in (*running, request)]
+        usable = [pool.num_usable for pool in self._kv.pools]
+        return all(sum(need) <= most for need, most in zip(zip(*peaks, strict=True), usable, strict=True))
+
+    def has_room(self, running: Sequence[Request], request: Request) -> bool:
+        """Whether what all have to catch up with fits, and one block more for each to grow.
+
+        Admitting on less would compute a prompt only to preempt it.
+        """
+        room = self._kv.available_blocks()
+        for r in (*running, request):
+            goal = min(r.num_tokens + self._kv.block_size, self._max_total_tokens(r))
+            missing = self._kv.missing_blocks(r, goal, self._kv.block_size)
+            room = [have - need for have, need in zip(room, missing, strict=True)]
+        return min(room) >= 0

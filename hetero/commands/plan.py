@@ -1,0 +1,151 @@
+"""`hetero plan`: what of a model would sit on which device, why, and how fast that would be."""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from typing import TYPE_CHECKING, Any
+
+from hetero.commands.inspect import fail, print_table
+from hetero.config import Settings, format_size
+from hetero.screen import loading
+
+if TYPE_CHECKING:
+    from hetero.launch import Prepared
+    from hetero.plan.forecast import Forecast
+    from hetero.plan.planner import StagePlan
+
+BAR = 48  # characters
+USES = (("weights", "#", "cyan"), ("KV cache", "=", "green"), ("compute", "+", "yellow"))
+
+
+def plan(settings: Settings, as_json: bool, calibrate: bool | None) -> int:
+    """Print the plan. Exit code 1 when it does not fit.
+
+    `calibrate`: measure the devices again (True), or never (False); None: where it was never done.
+    """
+    from hetero.launch import LaunchError, prepare, require_fit
+    from hetero.plan.make import AGAIN, GUESSED, MISSING
+
+    measure = {None: MISSING, True: AGAIN, False: GUESSED}[calibrate]
+    try:
+        with loading() as progress:
+            prepared = prepare(settings, progress, measure)
+    except LaunchError as exc:
+        return fail(exc)
+    if as_json:
+        print(json.dumps(as_table(prepared), indent=2, ensure_ascii=False))
+        return 0 if prepared.plan.fits else 1
+    _show(prepared)
+    try:
+        require_fit(prepared)
+    except LaunchError as exc:
+        return fail(exc)
+    return 0
+
+
+def as_table(prepared: Prepared) -> dict[str, Any]:
+    """The plan as --json prints it."""
+    made = prepared.plan
+    table = dataclasses.asdict(made)
+    for stage, planned in zip(table["stages"], made.stages, strict=True):
+        stage["threads"] = prepared.choices[planned.index].threads
+        stage["total_bytes"] = planned.total_bytes
+    return table | {
+        "model": str(prepared.model.path),
+        "threads": prepared.choice.threads,
+        "fits": made.fits,
+        "total_bytes": made.total_bytes,
+        "short_by_bytes": made.short_by_bytes,
+        "forecast": None if prepared.forecast is None else dataclasses.asdict(prepared.forecast),
+    }
+
+
+def _show(prepared: Prepared) -> None:
+    made, view = prepared.plan, prepared.forecast
+    print(f"model      {prepared.model.path}\n")
+    header = ("device", "layers", "weights", "KV cache", "compute", "total", "free", "step")
+    rows = [_row(stage, prepared) for stage in made.stages]
+    print_table(header, rows)
+    print()
+    _show_bars(made.stages)
+    print()
+    if view is not None:
+        _show_speed(view)
+    for group in made.groups:
+        span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
+        print(f"KV blocks  {group.num_blocks}, for {len(group.layers)} layers that attend {span}")
+    print(f"KV tokens  {made.kv_tokens}")
+    print(f"context    {made.max_model_len}")
+    if len(made.stages) > 1:
+        for stage in made.stages:
+            print(f"why        {stage.device}: layers {_layers(stage)}: {stage.reason}")
+    for reason in made.reasons:
+        print(f"why        {reason}")
+    for note in made.notes:
+        print(f"note       {note}")
+
+
+def _row(stage: StagePlan, prepared: Prepared) -> tuple[str, ...]:
+    sizes = (stage.weight_bytes, stage.kv_bytes, stage.compute_bytes, stage.total_bytes, stage.free_bytes)
+    threads, name = prepared.choices[stage.index].threads, stage.device
+    if threads and ":" not in name:
+        name += f", {threads} thread{'s' if threads > 1 else ''}"
+    step = "-" if stage.seconds is None else f"{1e3 * stage.seconds:.2f} ms"
+    return (name, _layers(stage), *map(format_size, sizes), step)
+
+
+def _layers(stage: StagePlan) -> str:
+    first, last = stage.layers[0], stage.layers[1] - 1
+    return f"{first}" if first == last else f"{first}-{last}"
+
+
+def _show_bars(stages: tuple[StagePlan, ...]) -> None:
+    """A line for each device: how much of its free memory goes where; colours on a terminal."""
+    width = max(len(stage.device) for stage in stages)
+    if not sys.stdout.isatty():
+        for stage in stages:
+            bar = "".join(mark * count for mark, count, _ in _segments(stage))
+            print(f"{stage.device.ljust(width)}  [{bar}]")
+        print(" " * width + "  " + ", ".join(f"{mark} {name}" for name, mark, _ in USES) + ", . free")
+        return
+    from rich.console import Console
+    from rich.text import Text
+
+    console = Console(highlight=False)
+    for stage in stages:
+        line = Text(f"{stage.device.ljust(width)}  ")
+        for mark, count, colour in _segments(stage):
+            line.append(("█" if mark != "." else "░") * count, style=colour)
+        console.print(line)
+    legend = Text(" " * (width + 2))
+    for name, _, colour in USES:
+        legend.append("█ ", style=colour).append(f"{name}  ")
+    console.print(legend.append("░ free", style="dim"))
+
+
+def _segments(stage: StagePlan) -> list[tuple[str, int, str]]:
+    """(mark, characters, colour) of each part of a device's bar: what rounds to nothing has none."""
+    whole = max(stage.free_bytes, stage.total_bytes, 1)
+    ends, total = [0], 0
+    for nbytes in (stage.weight_bytes, stage.kv_bytes, stage.compute_bytes):
+        total += nbytes
+        ends.append(round(BAR * total / whole))
+    parts = [(mark, b - a, colour) for (_, mark, colour), a, b in zip(USES, ends, ends[1:], strict=False)]
+    return [*parts, (".", BAR - ends[-1], "dim")]
+
+
+def _show_speed(view: Forecast) -> None:
+    source = "predicted from measurements" if view.measured else "guessed from sizes, nothing was measured"
+    print(
+        f"speed      {view.tokens_per_second:.0f} tokens/s for {view.requests} requests at "
+        f"{view.context} tokens, {view.single_tokens_per_second:.0f} for one alone ({source})"
+    )
+    for other in view.alternatives:
+        layers = ", ".join(f"{device} {count}" for device, count in other.layers)
+        fit = f"; {other.short_by_bytes} bytes short" if other.short_by_bytes else ""
+        print(
+            f"compare    {other.name} split ({layers}): {other.tokens_per_second:.0f} tokens/s, "
+            f"{other.single_tokens_per_second:.0f} for one alone, {other.kv_tokens} KV tokens{fit}"
+        )

@@ -1,0 +1,352 @@
+"""The near end of a stage that lives elsewhere, and a stage in a child process.
+
+ggml ends its process when an RPC peer vanishes and on most errors of a driver. What must survive that is
+on this side; the stage is on the other.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import logging
+import multiprocessing
+import signal
+import threading
+import time
+import weakref
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from backends.base import BatchLike, DeviceSpec, StageLost
+from backends.ggml.devices import DeviceError
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.stage import StageError, StageSpec
+from hetero.pipeline import child
+from hetero.pipeline.channel import Channel, ChannelClosed, Kind, Message, WireError
+from hetero.pipeline.messages import (
+    largest_result,
+    largest_step,
+    one_line,
+    open_header,
+    result_of,
+    step_arrays,
+)
+from hetero.pipeline.pipe import PipeChannel, Ring
+from hetero.processes import without_interrupts
+
+log = logging.getLogger(__name__)
+
+PING_SECONDS = 1.0
+SILENT_PINGS = 3  # unanswered, and the other end counts as stopped, a ping later
+OPENING_PINGS = 60  # while it starts, which can keep its reader from the interpreter
+STEP_SECONDS = 4.0  # the least that a step may take before it counts as hung
+FIRST_SECONDS = 60.0  # the same for steps of a size not seen before
+PATIENCE = 20.0  # times the slowest step of its size
+CLOSE_SECONDS = 3.0
+
+
+class Deadlines:
+    """How long a step may take, from how long steps took. Sizes are classes of doubling token counts."""
+
+    def __init__(self) -> None:
+        self._slowest: dict[int, float] = {}  # class: seconds
+        self._per_token = 0.0  # of the slowest
+        self._steps = 0
+
+    def seconds(self, tokens: int) -> float:
+        slowest = self._slowest.get(tokens.bit_length())
+        if slowest is None:
+            return max(FIRST_SECONDS, PATIENCE * self._per_token * tokens)
+        return max(STEP_SECONDS, PATIENCE * slowest)
+
+    def observe(self, tokens: int, seconds: float) -> None:
+        self._steps += 1
+        self._per_token = max(self._per_token, seconds / tokens)
+        if self._steps > 1:  # the first loads what the later ones find in memory
+            size = tokens.bit_length()
+            self._slowest[size] = max(self._slowest.get(size, 0.0), seconds)
+
+    def check_invariants(self) -> None:
+        assert all(self.seconds(1 << (size - 1)) >= STEP_SECONDS for size in self._slowest)
+        assert all(self.seconds(1 << (size - 1)) >= PATIENCE * s for size, s in self._slowest.items())
+
+
+class ChannelStage:
+    """A stage behind a channel. See backends.base.StageBackend.
+
+    Opens it: raises DeviceError when the far end cannot, with its one line. Everything raises StageLost once
+    the far end is gone, does not answer for 4 s, or takes far longer over a step than ever; the channel is
+    then aborted, and what the stage held is lost. `label` is the device's name in those lines. One thread
+    drives the stage; `check` may be called from another.
+    """
+
+    def __init__(
+        self,
+        channel: Channel,
+        opening: dict[str, Any],
+        spec: StageSpec,
+        config: ModelConfig,
+        label: str,
+        progress: Callable[[int], None] | None = None,
+    ):
+        self.channel, self.spec, self.label = channel, spec, label
+        self.is_last = spec.last == config.n_layer
+        self.width = config.n_vocab if self.is_last else config.n_embd
+        self.argmax: np.ndarray | None = None
+        self.graph_seconds = 0.0
+        self.lost: str | None = None
+        self._deadlines = Deadlines()
+        self._busy = threading.Lock()  # held from prepare to the end of compute, and by check
+        self._pending: tuple[int, int, float] | None = None  # tokens, rows of the result, when it was sent
+        self._sending_since: float | None = None
+        self._last_words = ""  # of an assertion
+        self._progress = progress or (lambda nbytes: None)
+        self._step_id = 0
+        self._send(Kind.OPEN, opening)
+        message = self._await((Kind.OPENED, Kind.FAILED), float("inf"), OPENING_PINGS)
+        if message.kind == Kind.FAILED:
+            raise DeviceError(_text(message))
+        memory = message.header.get("memory")
+        self._memory = {str(k): int(v) for k, v in memory.items()} if isinstance(memory, dict) else {}
+
+    def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
+        """See base.StageBackend."""
+        if self._pending is not None:  # nobody wants its result
+            self.compute()
+        self._busy.acquire()
+        try:
+            self._require()
+            self._step_id += 1
+            header = {
+                "step": self._step_id, "groups": len(batch.slot_mapping), "hidden": hidden is not None,
+            }  # fmt: skip
+            tokens = len(batch.positions)
+            rows = len(batch.logits_rows) if self.is_last else tokens
+            self._pending = tokens, rows, time.monotonic()
+            self._send(Kind.STEP, header, step_arrays(batch, hidden))
+        except BaseException:
+            self._pending = None
+            self._busy.release()
+            raise
+
+    def compute(self) -> np.ndarray:
+        """See base.StageBackend. Raises StageError when the device failed but lives, else StageLost."""
+        assert self._pending is not None, "no step was prepared"
+        (tokens, rows, start), self._pending = self._pending, None
+        try:
+            message = self._await((Kind.RESULT, Kind.FAILED), self._deadlines.seconds(tokens), SILENT_PINGS)
+        finally:
+            self._busy.release()
+        self._deadlines.observe(tokens, time.monotonic() - start)
+        if message.kind == Kind.FAILED:
+            raise StageError(_text(message))
+        try:
+            result, self.argmax, self.graph_seconds = result_of(message, rows, self.width)
+        except WireError as error:
+            raise self._lose(str(error)) from None
+        return result
+
+    def memory(self) -> dict[str, int]:
+        return dict(self._memory)
+
+    def check(self) -> None:
+        """Ask a stage that has nothing to do whether it is still there. Raises StageLost.
+
+        Of one that is busy, it only ends a send that hangs.
+        """
+        self._require()
+        since = self._sending_since
+        if since is not None and time.monotonic() - since > STEP_SECONDS:
+            self.channel.abort()
+        if self._busy.acquire(blocking=False):
+            try:
+                self._send(Kind.PING, {})
+                self._await((Kind.PONG,), float("inf"), SILENT_PINGS - 1)
+            finally:
+                self._busy.release()
+
+    def close(self) -> None:
+        """End the far end's stage. Idempotent; no step may be in flight."""
+        if self.lost is None:
+            self.lost = f"device {self.label} is closed"
+            with contextlib.suppress(ChannelClosed):
+                self.channel.send(Kind.CLOSE, {})
+        self.channel.close()
+
+    def check_invariants(self) -> None:
+        assert self._pending is None or self._busy.locked()
+        self._deadlines.check_invariants()
+
+    def _require(self) -> None:
+        if self.lost is not None:
+            raise StageLost(self.lost)
+
+    def _lose(self, why: str) -> StageLost:
+        if self.lost is None:
+            self.lost = f"device {self.label} was lost: {self._last_words or why}"
+            self.channel.abort()
+        return StageLost(self.lost)
+
+    def _send(self, kind: Kind, header: dict[str, Any], arrays: Collection[np.ndarray] = ()) -> None:
+        self._sending_since = time.monotonic()
+        try:
+            self.channel.send(kind, header, list(arrays))
+        except ChannelClosed:
+            raise self._lose(self._why_closed()) from None
+        finally:
+            self._sending_since = None
+
+    def _why_closed(self) -> str:
+        return "its connection was closed"
+
+    def _await(self, kinds: Collection[Kind], limit: float, pings: int) -> Message:
+        """The next message of one of `kinds`. The time that this process itself was stopped for does not
+        count as waited."""
+        waited, silent = 0.0, 0
+        while True:
+            start = time.monotonic()
+            try:
+                message = self.channel.receive(min(PING_SECONDS, max(0.0, limit - waited)))
+            except (ChannelClosed, WireError) as error:
+                gone = isinstance(error, ChannelClosed)
+                raise self._lose(self._why_closed() if gone else f"it sent garbage: {error}") from None
+            waited += min(time.monotonic() - start, 2 * PING_SECONDS)
+            if message is None:
+                if waited >= limit:
+                    raise self._lose(f"a step has not ended after {limit:.0f} s")
+                if silent >= pings:
+                    raise self._lose(f"no answer for {silent + 1} s")
+                self._send(Kind.PING, {})
+                silent += 1
+                continue
+            silent = 0
+            if message.kind in kinds:
+                return message
+            self._take_in(message)
+
+    def _take_in(self, message: Message) -> None:
+        if message.kind == Kind.PROGRESS:
+            self._progress(int(message.header.get("bytes", 0)))
+        elif message.kind == Kind.LOG:
+            if message.header.get("fatal"):
+                self._last_words = _text(message)
+            log.warning("device %s: %s", self.label, _text(message))
+        elif message.kind != Kind.PONG:
+            raise self._lose(f"it sent garbage: {message.kind.name} is out of place")
+
+
+def _text(message: Message) -> str:
+    return one_line(message.header.get("text", ""))
+
+
+_processes: weakref.WeakSet[multiprocessing.process.BaseProcess] = weakref.WeakSet()
+
+
+@atexit.register
+def _kill_children() -> None:
+    """Runs before multiprocessing's own handler, which would wait for them."""
+    for process in list(_processes):
+        process.kill()
+
+
+class IsolatedStage(ChannelStage):
+    """A stage in a child process, which opens model and device itself. See ChannelStage.
+
+    `shared_memory` False sends all arrays through the pipe, as happens where there is too little of it.
+    """
+
+    def __init__(
+        self,
+        model: Path,
+        config: ModelConfig,
+        device: DeviceSpec,
+        spec: StageSpec,
+        label: str = "",
+        progress: Callable[[int], None] | None = None,
+        *,
+        shared_memory: bool = True,
+    ):
+        last = spec.last == config.n_layer
+        rows, width = (spec.max_logits, config.n_vocab) if last else (spec.max_tokens, config.n_embd)
+        step_bytes, result_bytes = largest_step(spec, config.n_embd), largest_result(rows, width)
+        self._rings: list[Ring] = []
+        if shared_memory:
+            self._rings = _rings(spec.depth + 1, (step_bytes, result_bytes))
+        context = multiprocessing.get_context("spawn")
+        connection, theirs = context.Pipe()
+        names = [(r.slots, r.slot_bytes, r.name) for r in self._rings]
+        self._process = context.Process(target=child.main, args=(theirs, names, step_bytes), daemon=False)
+        _processes.add(self._process)
+        try:
+            with without_interrupts():
+                self._process.start()
+        except BaseException:
+            self._free(connection)
+            raise
+        finally:
+            theirs.close()
+        outgoing, incoming = self._rings or (None, None)
+        channel = PipeChannel(connection, outgoing, incoming, result_bytes, self._process.kill)
+        try:
+            opening = open_header(str(model), device, spec, config.n_embd)
+            super().__init__(channel, opening, spec, config, label or device.name, progress)
+        except BaseException:
+            self._end()
+            self._free(connection)
+            raise
+        for ring in self._rings:
+            ring.unlink()
+
+    @property
+    def pid(self) -> int | None:
+        """The child's process id."""
+        return self._process.pid
+
+    def close(self) -> None:
+        """End the child: by asking, then by force."""
+        if self._process.is_alive() and self.lost is None:
+            self.lost = f"device {self.label} is closed"
+            with contextlib.suppress(ChannelClosed):
+                self.channel.send(Kind.CLOSE, {})
+            self._process.join(CLOSE_SECONDS)
+        self._end()
+        super().close()
+
+    def _end(self) -> None:
+        self._process.kill()
+        self._process.join(CLOSE_SECONDS)  # or longer, if a driver holds it in the kernel
+        _processes.discard(self._process)
+
+    def _free(self, connection: Any) -> None:
+        connection.close()
+        for ring in self._rings:
+            ring.close()
+
+    def _why_closed(self) -> str:
+        self._process.join(1.0)
+        code = self._process.exitcode
+        return "its process ended" if code is None or code == 0 else f"its process ended ({_exit_text(code)})"
+
+
+def _rings(slots: int, sizes: Collection[int]) -> list[Ring]:
+    """Shared memory for both directions, or none if there is not enough for both."""
+    rings: list[Ring] = []
+    try:
+        for size in sizes:
+            rings.append(Ring(slots, size))
+    except OSError as error:
+        log.info("no shared memory for a stage (%s): its arrays go through a pipe", error)
+        for ring in rings:
+            ring.close()
+        return []
+    return rings
+
+
+def _exit_text(code: int) -> str:
+    if code < 0:
+        with contextlib.suppress(ValueError):
+            return signal.Signals(-code).name
+    return f"exit code {code}"

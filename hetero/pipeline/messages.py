@@ -1,0 +1,176 @@
+"""What the messages of hetero.pipeline.channel say about stages and steps.
+
+OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "width": n_embd}
+PROGRESS  {"bytes": loaded since the last one}
+OPENED    {"memory": {purpose: bytes}, "width": columns of a result}
+STEP      {"step": id, "groups": G, "hidden": bool}; arrays as in step_arrays
+RESULT    {"step": id, "argmax": bool, "graph_seconds": s}; arrays: rows f4 [n, width], argmax i4 [n]
+FAILED    {"text": one line}, to OPEN or STEP
+LOG       {"text": one line, "fatal": bool}, at any time
+PING PONG CLOSE  {}
+"""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, fields
+from typing import Any, TypeVar
+
+import numpy as np
+
+from backends.base import BatchLike, DeviceSpec
+from backends.ggml.stage import StageSpec
+from hetero.batch import BlockCopy
+from hetero.pipeline.channel import ALIGNMENT, Message, WireError
+from hetero.plan.planner import BLOCK_SIZE
+
+T = TypeVar("T")
+_PER_STEP = 6  # arrays beside those of the groups and hidden rows
+MAX_GROUPS = 16
+
+
+@dataclass(slots=True)
+class WireBatch:
+    """A hetero.batch.Batch that came over a channel."""
+
+    input_ids: np.ndarray
+    positions: np.ndarray
+    slot_mapping: list[np.ndarray]
+    block_tables: list[np.ndarray]
+    context_lens: np.ndarray
+    cu_seqlens_q: np.ndarray
+    logits_rows: np.ndarray
+    copies: list[BlockCopy]
+
+
+def open_header(model: str, device: DeviceSpec, stage: StageSpec, width: int) -> dict[str, Any]:
+    """The header of OPEN. `width` is n_embd, the columns of hidden rows."""
+    plain = asdict(stage)
+    plain["group_of"] = sorted(stage.group_of.items())
+    return {"model": model, "device": asdict(device), "stage": plain, "width": width}
+
+
+def read_device(header: dict[str, Any]) -> DeviceSpec:
+    """The DeviceSpec of an OPEN header. Raises WireError."""
+    return _dataclass(DeviceSpec, header.get("device"))
+
+
+def read_stage(header: dict[str, Any]) -> StageSpec:
+    """The StageSpec of an OPEN header. Raises WireError."""
+    parts = header.get("stage")
+    if isinstance(parts, dict):
+        try:
+            parts = {**parts, "group_of": {int(layer): int(g) for layer, g in parts["group_of"]}}
+        except (KeyError, TypeError, ValueError):
+            raise WireError("group_of is not [[layer, group], ...]") from None
+    spec = _dataclass(StageSpec, parts)
+    sizes = (spec.first, spec.last, spec.max_tokens, spec.max_logits, spec.depth, *spec.num_blocks)
+    if not all(type(n) is int and 0 <= n < 1 << 31 for n in sizes) or len(spec.num_blocks) > MAX_GROUPS:
+        raise WireError("the stage's sizes are no sizes")
+    return spec
+
+
+def _dataclass(kind: type[T], parts: Any) -> T:
+    """A plain dataclass from JSON: exactly its fields, lists as tuples."""
+    known = {f.name for f in fields(kind)}  # type: ignore[arg-type]
+    if not isinstance(parts, dict) or set(parts) - known:
+        raise WireError(f"no {kind.__name__}")
+    try:
+        return kind(**{k: tuple(v) if isinstance(v, list) else v for k, v in parts.items()})
+    except TypeError:
+        raise WireError(f"a {kind.__name__} with missing fields") from None
+
+
+def step_arrays(batch: BatchLike, hidden: np.ndarray | None) -> list[np.ndarray]:
+    """The arrays of STEP, G groups:
+
+    input_ids, positions, context_lens, cu_seqlens_q, logits_rows   int32, as in hetero.batch.Batch
+    copies                                  int32 [n, 3]: group, source block, target block
+    slot_mapping x G, block_tables x G      int32
+    hidden                                  float32 [T, n_embd], unless the stage is the first
+    """
+    copies = np.array([(c.group, c.src, c.dst) for c in batch.copies], np.int32).reshape(-1, 3)
+    arrays = [batch.input_ids, batch.positions, batch.context_lens, batch.cu_seqlens_q, batch.logits_rows]
+    arrays = [np.asarray(a, np.int32) for a in (*arrays, copies, *batch.slot_mapping, *batch.block_tables)]
+    return arrays if hidden is None else [*arrays, hidden]
+
+
+def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch, np.ndarray | None]:
+    """The batch and the hidden rows of a STEP, with every index inside the stage's pools.
+
+    Kernels trust these numbers. Raises WireError where they cannot be right.
+    """
+    groups, with_hidden = message.header.get("groups"), message.header.get("hidden")
+    arrays = message.arrays
+    expected = len(spec.num_blocks)
+    if bool(with_hidden) != (spec.first > 0):
+        raise WireError("hidden rows where there are none, or none where there must be")
+    if groups != expected or len(arrays) != _PER_STEP + 2 * expected + bool(with_hidden):
+        raise WireError("a step with the wrong number of arrays")
+    ints = arrays[: _PER_STEP + 2 * expected]
+    if any(a.dtype != np.int32 for a in ints):
+        raise WireError("a step's indices are not int32")
+    ids, positions, context, cu, rows, copies, *rest = ints
+    slots, tables = rest[:expected], rest[expected:]
+    size, count = len(context) if context.ndim == 1 else -1, len(ids) if ids.ndim == 1 else -1
+    shapes = [(positions, (count,)), (cu, (size + 1,)), (rows, (len(rows),)), (copies, (len(copies), 3))]
+    shapes += [(s, (count,)) for s in slots]
+    good = 0 < size <= count <= spec.max_tokens and all(a.shape == shape for a, shape in shapes)
+    good = good and all(t.ndim == 2 and len(t) == size and t.shape[1] > 0 for t in tables)
+    if not (good and len(rows) <= spec.max_logits and _indices_fit(cu, rows, count)):
+        raise WireError("a step's arrays do not fit together")
+    for slot, table, blocks in zip(slots, tables, spec.num_blocks, strict=True):
+        if not (_within(slot, blocks * BLOCK_SIZE) and _within(table, blocks)):
+            raise WireError("a step reaches outside of the KV pools")
+    reach = min(t.shape[1] for t in tables) * BLOCK_SIZE if tables else 0
+    if not (_within(positions, reach) and 0 < context.min() <= context.max() <= reach):
+        raise WireError("a step's positions lie outside of its block tables")
+    copied = [BlockCopy(*row) for row in copies.tolist()]
+    if not all(0 <= c.group < expected and _inside(c, spec.num_blocks[c.group]) for c in copied):
+        raise WireError("a copy outside of the KV pools")
+    hidden = arrays[-1] if with_hidden else None
+    if hidden is not None and (hidden.dtype != np.float32 or hidden.shape != (count, width)):
+        raise WireError("hidden rows of the wrong shape")
+    return WireBatch(ids, positions, slots, tables, context, cu, rows, copied), hidden
+
+
+def result_of(message: Message, rows: int, width: int) -> tuple[np.ndarray, np.ndarray | None, float]:
+    """(rows float32 [rows, width], argmax int32 [rows] or None, graph seconds) of a RESULT."""
+    arrays, seconds = message.arrays, message.header.get("graph_seconds")
+    with_argmax = message.header.get("argmax") is True
+    good = len(arrays) == 1 + with_argmax and arrays[0].shape == (rows, width)
+    good = good and arrays[0].dtype == np.float32 and isinstance(seconds, float | int)
+    if not good or (with_argmax and (arrays[1].shape != (rows,) or arrays[1].dtype != np.int32)):
+        raise WireError("a result of the wrong shape")
+    return arrays[0], arrays[1] if with_argmax else None, float(seconds or 0.0)
+
+
+def largest_step(spec: StageSpec, width: int) -> int:
+    """Bytes that the payload of any STEP of at most `max_logits` sequences fits in."""
+    groups, tokens, sequences = len(spec.num_blocks), spec.max_tokens, spec.max_logits
+    tables = 4 * groups * sequences * max(spec.num_blocks, default=0)
+    copies = 12 * 2 * sequences * groups
+    vectors = 4 * tokens * (2 + groups) + 4 * (3 * sequences + 1)
+    hidden = 0 if spec.first == 0 else 4 * tokens * width
+    return tables + copies + vectors + hidden + ALIGNMENT * (_PER_STEP + 2 * groups + 1)
+
+
+def largest_result(rows: int, width: int) -> int:
+    """Bytes of the payload of a RESULT with float32 [rows, width] and the largest of each row."""
+    return 4 * rows * (width + 1) + 2 * ALIGNMENT
+
+
+def one_line(error: object) -> str:
+    """An error's text for a user or a log: one line, bounded."""
+    return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _within(values: np.ndarray, end: int) -> bool:
+    return not values.size or bool(values.min() >= 0 and values.max() < end)
+
+
+def _inside(copy: BlockCopy, blocks: int) -> bool:
+    return 0 <= copy.src < blocks and 0 <= copy.dst < blocks
+
+
+def _indices_fit(cu: np.ndarray, rows: np.ndarray, count: int) -> bool:
+    return bool(cu[0] == 0 and cu[-1] == count and (np.diff(cu) > 0).all()) and _within(rows, count)

@@ -1,0 +1,116 @@
+"""Opens the stages of a model where their devices are: here, in a child process, on another machine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+
+from backends.base import StageBackend
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.stage import GgmlStage, StageSpec
+from hetero.batch import Batch
+from hetero.kv.groups import KVGroup
+from hetero.pipeline.isolated import ChannelStage
+from hetero.pipeline.runner import Runner
+from hetero.pipeline.supervise import Supervised
+from hetero.plan.devices import DeviceChoice
+from quant.gguf import GGUFFile
+
+CHUNK = 16  # tokens of the first chunk that a new pipeline computes
+Progress = Callable[[int], None]
+
+
+class StageOpener:
+    """Stages of one model. `isolate` is "auto", "all" or "off": which devices get a process of their own.
+
+    ggml ends its process on most errors of a driver and when an RPC server vanishes, so that by itself
+    ("auto") everything but a CPU is kept away from the server. A worker is another machine in any case.
+    """
+
+    def __init__(self, path: Path, gguf: GGUFFile, config: ModelConfig, isolate: str = "auto"):
+        self._path, self._gguf, self._config, self._isolate = path, gguf, config, isolate
+
+    def open(
+        self, choice: DeviceChoice, spec: StageSpec, progress: Progress | None = None
+    ) -> GgmlStage | ChannelStage:
+        """One stage, as it is. Raises what opening a device raises, such as DeviceError, or StageLost."""
+        if choice.spec.worker:
+            from hetero.pipeline.part import ModelPart
+            from hetero.pipeline.remote import RemoteStage
+            from hetero.worker.secret import find_secret
+
+            part = ModelPart(self._gguf, self._config, spec.first, spec.last)
+            secret = find_secret().value
+            return RemoteStage(part, self._config, choice.spec, spec, secret, choice.label, progress)
+        if self.is_apart(choice):
+            from hetero.pipeline.isolated import IsolatedStage
+
+            return IsolatedStage(self._path, self._config, choice.spec, spec, choice.label, progress)
+        from backends.ggml.devices import open_device
+
+        return GgmlStage(self._gguf, self._config, open_device(choice.spec), spec, progress)
+
+    def keep_open(
+        self, choice: DeviceChoice, spec: StageSpec, progress: Progress | None = None
+    ) -> StageBackend:
+        """The same for serving: what can be lost comes back by itself. Progress is of the first opening."""
+        if not self.is_apart(choice):
+            return self.open(choice, spec, progress)
+        first = [progress]
+
+        def anew() -> ChannelStage:
+            stage = self.open(choice, spec, first.pop() if first else None)
+            assert isinstance(stage, ChannelStage)
+            return stage
+
+        return Supervised(anew, choice.label)
+
+    def is_apart(self, choice: DeviceChoice) -> bool:
+        """Whether the device's layers are out of this process."""
+        if choice.spec.worker or self._isolate == "all":
+            return True
+        return self._isolate == "auto" and (choice.device.kind != "cpu" or bool(choice.spec.endpoint))
+
+
+def stage_spec(
+    groups: Sequence[KVGroup], layers: tuple[int, int], max_tokens: int, max_logits: int, depth: int = 1
+) -> StageSpec:
+    """What a stage of layers [first, last) holds under a plan's KV groups."""
+    return StageSpec(
+        first=layers[0],
+        last=layers[1],
+        group_of={layer: g for g, group in enumerate(groups) for layer in group.layers},
+        num_blocks=tuple(group.num_blocks for group in groups),
+        max_tokens=max_tokens,
+        max_logits=max_logits,
+        depth=depth,
+    )
+
+
+def run_once(runner: Runner, num_groups: int) -> None:
+    """Compute a chunk and a single token in the scratch block: what is slow once is then done.
+
+    Raises the error of a step that fails.
+    """
+    for count in (CHUNK, 1):
+        batch = Batch(
+            step_id=0,
+            input_ids=np.zeros(count, np.int32),
+            positions=np.arange(count, dtype=np.int32),
+            slot_mapping=[np.arange(count, dtype=np.int32)] * num_groups,
+            block_tables=[np.zeros((1, 1), np.int32)] * num_groups,
+            context_lens=np.array([count], np.int32),
+            cu_seqlens_q=np.array([0, count], np.int32),
+            logits_rows=np.array([count - 1], np.int32),
+            copies=[],
+        )
+        runner.submit(batch)
+        result = runner.wait()
+        assert result is not None, "without a timeout there is a result"
+        if result.error is not None:
+            raise result.error
+
+
+__all__ = ["StageOpener", "run_once", "stage_spec"]

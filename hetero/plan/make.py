@@ -1,0 +1,163 @@
+"""From a model, devices and settings to a plan: sizes, times, the split, and why it is so."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from backends.ggml.models.config import ModelConfig
+from hetero.config import Settings
+from hetero.plan.calibrate import OpenStage, Subject
+from hetero.plan.devices import DeviceChoice
+from hetero.plan.estimate import estimate
+from hetero.plan.facts import layer_classes, model_facts
+from hetero.plan.forecast import Forecast, forecast
+from hetero.plan.measured import cached_times, measured_times
+from hetero.plan.planner import Limits, ModelFacts, Place, Plan, make_plan
+from hetero.plan.problem import SplitProblem
+from hetero.plan.reasons import cut_reasons, left_out
+from hetero.plan.split import parts_of
+from hetero.plan.times import DeviceTimes
+from hetero.screen import ProgressCallback
+from quant.gguf import GGUFFile
+
+CHUNK = 512  # tokens of the largest chunk that is timed
+MISSING, AGAIN, GUESSED = "missing", "again", "guessed"
+
+
+class PlanError(ValueError):
+    """These layers cannot be put on these devices: one line that names the setting."""
+
+
+@dataclass(frozen=True, slots=True)
+class Planned:
+    """A plan with what it is based on. `forecast` is None where nothing is known of the device's speed."""
+
+    plan: Plan
+    facts: ModelFacts
+    forecast: Forecast | None
+
+
+def plan_model(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    choices: Sequence[DeviceChoice],
+    settings: Settings,
+    open_stage: OpenStage,
+    progress: ProgressCallback,
+    measure: str = MISSING,
+) -> Planned:
+    """Split the model over the devices and plan the memory of each.
+
+    `open_stage` opens the stages that are timed. `measure`: the devices' times come from the cache, or
+    are measured where they are MISSING there, or AGAIN, or else GUESSED. A single device is only
+    measured AGAIN: there is nothing to split. A plan that does not fit is returned, not raised.
+    Raises PlanError, and whatever opening and running a stage raises.
+    """
+    limits = Limits(
+        settings.ctx,
+        settings.kv_memory,
+        settings.kv_tokens,
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        settings.pipeline_depth,
+        settings.objective == "capacity",
+    )
+    facts = model_facts(gguf, config, limits)
+    _check_counts(settings, choices, facts.n_layer)
+    subject = _subject(gguf, config, settings, open_stage)
+    times = _times(subject, facts, choices, progress, measure)
+    labels = _labels(choices)
+    places = [_place(choice, label) for choice, label in zip(choices, labels, strict=True)]
+    if times is None:
+        return Planned(make_plan(facts, places, [(0, 0, facts.n_layer)], limits), facts, None)
+    classes, ordered = layer_classes(gguf, config), bool(settings.device)
+    problem = SplitProblem(facts, limits, places, times, classes, settings.objective, ordered)
+    return _split(problem, settings.split, labels)
+
+
+def calibrate_model(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    choices: Sequence[DeviceChoice],
+    settings: Settings,
+    open_stage: OpenStage,
+    progress: ProgressCallback,
+) -> tuple[DeviceTimes, ...]:
+    """Measure the devices anew, for plans to come. Raises whatever opening and running a stage raises."""
+    return measured_times(_subject(gguf, config, settings, open_stage), choices, progress, again=True)
+
+
+def _subject(gguf: GGUFFile, config: ModelConfig, settings: Settings, open_stage: OpenStage) -> Subject:
+    return Subject(gguf, config, min(CHUNK, settings.max_num_batched_tokens), open_stage)
+
+
+def _split(problem: SplitProblem, counts: Sequence[int], labels: Sequence[str]) -> Planned:
+    parts = parts_of(counts) if counts else problem.choose()
+    plan = problem.plan(parts)
+    view = forecast(problem, plan, labels)
+    reasons = cut_reasons(problem, parts, plan.kv_tokens, labels, bool(counts))
+    stages = tuple(
+        replace(stage, seconds=seconds, reason=reason)
+        for stage, seconds, reason in zip(plan.stages, view.stage_seconds, reasons, strict=True)
+    )
+    notes = (*plan.notes, *left_out(problem, parts, plan.kv_tokens, labels))
+    if not view.measured and len(stages) > 1:
+        notes += ("the devices' speed is guessed, not measured: hetero plan --calibrate measures it",)
+    return Planned(replace(plan, stages=stages, notes=notes), problem.facts, view)
+
+
+def _check_counts(settings: Settings, choices: Sequence[DeviceChoice], n_layer: int) -> None:
+    counts, labels = settings.split, ", ".join(_labels(choices))
+    shown = ",".join(map(str, counts))
+    if counts and len(counts) != len(choices):
+        raise PlanError(f"--split {shown}: {len(counts)} numbers for {len(choices)} devices ({labels})")
+    if counts and sum(counts) != n_layer:
+        raise PlanError(f"--split {shown}: these are {sum(counts)} layers, the model has {n_layer}")
+    if settings.device and len(choices) > n_layer:
+        raise PlanError(f"--device: {len(choices)} devices ({labels}) for {n_layer} layers; name fewer")
+
+
+def _times(
+    subject: Subject,
+    facts: ModelFacts,
+    choices: Sequence[DeviceChoice],
+    progress: ProgressCallback,
+    measure: str,
+) -> tuple[DeviceTimes, ...] | None:
+    """Times of all devices; None where a single one's are not known and need not be."""
+    if measure == AGAIN or (measure == MISSING and len(choices) > 1):
+        return measured_times(subject, choices, progress, again=measure == AGAIN)
+    known = cached_times(subject, choices)
+    found = [times for times in known if times is not None]
+    if len(found) == len(choices):
+        return tuple(found)
+    if len(choices) == 1:
+        return None
+    classes = layer_classes(subject.gguf, subject.config)
+    return tuple(estimate(facts, classes, choice, 4 * subject.config.n_embd) for choice in choices)
+
+
+def _labels(choices: Sequence[DeviceChoice]) -> list[str]:
+    """What the user calls each device; numbered where he calls several the same."""
+    names = [choice.label for choice in choices]
+    return [
+        f"{name} #{1 + names[:i].count(name)}" if names.count(name) > 1 else name
+        for i, name in enumerate(names)
+    ]
+
+
+def _place(choice: DeviceChoice, label: str) -> Place:
+    device, spec = choice.device, choice.spec
+    machine = spec.endpoint or spec.worker
+    memory = "main memory" if device.kind in ("cpu", "igpu") else device.device_id
+    return Place(
+        device=label,
+        free_bytes=device.free_bytes,
+        memory=f"{machine} {memory}",
+        shared=device.kind != "gpu",
+        gathers=device.kind != "cpu" or bool(spec.endpoint),  # our own kernels do not
+    )
+
+
+__all__ = ["AGAIN", "GUESSED", "MISSING", "PlanError", "Planned", "calibrate_model", "plan_model"]

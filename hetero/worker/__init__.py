@@ -1,0 +1,1 @@
+"""`hetero worker`: this machine's devices for a server on another one."""
