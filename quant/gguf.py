@@ -71,7 +71,10 @@ class GGUFFile:
         self._parts = parts
         self.path = parts[0].path
         self.version = parts[0].head.version
-        self.metadata: Mapping[str, object] = parts[0].head.metadata
+        metadata = parts[0].head.metadata
+        if len(parts) > 1:  # about the files, not the model
+            metadata = {key: value for key, value in metadata.items() if not key.startswith("split.")}
+        self.metadata: Mapping[str, object] = metadata
         self.tensors: dict[str, TensorInfo] = {}
         for number, part in enumerate(parts):
             for name, info in part.head.tensors.items():

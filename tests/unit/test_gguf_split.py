@@ -41,7 +41,7 @@ def test_read_as_one(whole: Path, parts: list[Path]):
         assert many.nbytes == sum(p.stat().st_size for p in parts)
         assert list(many.tensors) == list(one.tensors)
         assert [t.part for t in many.tensors.values()] == [0, 0, 0, 1, 1, 1, 2]
-        assert many.metadata["words"] == one.metadata["words"]
+        assert {**many.metadata} == {**one.metadata}
         for name, info in many.tensors.items():
             assert many.tensor_data(name).tobytes() == one.tensor_data(name).tobytes()
             out = np.zeros(info.nbytes - 8, np.uint8)
