@@ -25,6 +25,7 @@ from backends.cpu import jit  # noqa: F401  sets the cache folder first
 from backends.cpu import step as S
 from backends.cpu.simd import F32, I32, I64, Emitter, Value, kernel, kernel_family
 from backends.cpu.vecmath import exp
+from backends.cpu.words import fill_zero, load_i32, load_i64, store_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 CHUNK = S.CHUNK_BLOCKS * S.BLOCK_SIZE  # tokens
@@ -57,21 +58,6 @@ def fetch_add(typing_context, address, amount):
         return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
     return types.int64(types.int64, types.int64), codegen
-
-
-@kernel(returns=types.int64)
-def load_i64(x: Emitter, address: Value) -> Value:
-    return x.load(address, 0, I64, 8)
-
-
-@kernel(returns=types.int64)
-def load_i32(x: Emitter, address: Value) -> Value:
-    return x.b.sext(x.load(address, 0, I32, 4), I64)
-
-
-@kernel
-def store_i64(x: Emitter, address: Value, value: Value) -> None:
-    x.store(value, address, 0, 8)
 
 
 @kernel_family
@@ -168,15 +154,6 @@ def weighted_values(
     for r in range(rows):
         for j in range(vectors):
             x.store(sums[r * vectors + j], outs[r], 64 * j)
-
-
-@kernel
-def fill_zero(x: Emitter, address: Value, vectors: Value) -> None:
-    def body(_: Value, carried: list[Value]) -> list[Value]:
-        x.store(x.splat_f32(0.0), carried[0])
-        return [x.add(carried[0], 64)]
-
-    x.loop_maybe(vectors, [address], body)
 
 
 @kernel

@@ -9,12 +9,12 @@ from llvmlite import ir
 from numba import cfunc, njit, types
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
-from backends.cpu.attention import load_i32, load_i64
 from backends.cpu.matmul.drive import SCRATCH_BYTES
 from backends.cpu.matmul.layout import BF16, BLOCK, F16, FORMATS, PANEL_ROWS, Format, Scaling
 from backends.cpu.matmul.unpack import unpack_superblocks
 from backends.cpu.simd import F16 as HALF
 from backends.cpu.simd import F32, I8, I16, I32, Emitter, Value, call_address, kernel_family
+from backends.cpu.words import load_i32, load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 E_COUNT_AT, E_FUNCTION, E_PACKED, E_K, E_SCRATCH = range(5)  # words of the operator's parameters

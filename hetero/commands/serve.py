@@ -144,9 +144,7 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     return (*settings.api_key, *keys)
 
 
-def bind(
-    host: str, port: int, host_flag: str = "--host", port_flag: str = "--port"
-) -> list[socket.socket]:
+def bind(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> list[socket.socket]:
     """Sockets bound to all addresses of `host`, not yet listening. Raises PortError, naming the flags.
 
     Held from before the model loads, so that nobody can take the port meanwhile.
