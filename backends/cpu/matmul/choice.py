@@ -9,6 +9,9 @@ kernel, since results must not depend on the batch, so ours has to be no slower 
                   AVX2 and AVX-VNNI, since a CPU that has no more would run that one
     avx2          likewise, with a ggml built for AVX2
 
+There is no row for dotprod (ARM): our inner loops give the same bits there, which tests/unit/test_arm.py shows
+in an emulator, but nobody has timed them on such a machine. All of it goes through ggml's kernels.
+
 Medians of one to five runs, on a machine with other work: repeat them before concluding from a few percent.
 With one token F16, F32 and BF16 only read memory, ours as fast as ggml's; from there on they differ (BF16
 at avx512_vnni loses to avx512_bf16 from 16 tokens on). F16 at one token is 0.93 of a ggml kernel that could
