@@ -9,8 +9,8 @@ kernel, since results must not depend on the batch, so ours has to be no slower 
                   AVX2 and AVX-VNNI, since a CPU that has no more would run that one
     avx2          likewise, with a ggml built for AVX2
 
-There is no row for dotprod (ARM): our inner loops give the same bits there, which tests/unit/test_arm.py shows
-in an emulator, but nobody has timed them on such a machine. All of it goes through ggml's kernels.
+There is no row for dotprod (ARM), where everything goes through ggml's kernels: tests/unit/test_arm.py shows
+in an emulator that our inner loops give the same bits there, but nobody has timed them on such a machine.
 
 Medians of one to five runs, on a machine with other work: repeat them before concluding from a few percent.
 With one token F16, F32 and BF16 only read memory, ours as fast as ggml's; from there on they differ (BF16
