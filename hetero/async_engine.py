@@ -288,6 +288,7 @@ class AsyncEngine:
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
         with self._lock:
             self._refusal = None
+        self._inbox.put(_Look())  # a stage may have been lost since it was opened
         self._thread.start()
 
     async def close(self, drain_seconds: float = 0.0) -> None:

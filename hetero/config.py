@@ -24,9 +24,12 @@ _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 # Folders and builds, read where they are needed; not settings of the server.
 ENVIRONMENT = {
-    "HETERO_CACHE_DIR": "Folder of compiled kernels. Default: `hetero` in the user's cache folder.",
+    "HETERO_CACHE_DIR": "Folder of compiled kernels and measured times. Default: `hetero` in the user's "
+    "cache folder.",
     "HETERO_MODELS": "Folder of models known by name. Default: `hetero/models` in the user's data folder.",
     "HETERO_GGML_LIBS": "Folder of another ggml build to load in place of the one in llama-cpp-python.",
+    "HETERO_WORKER_SECRET": "Secret that `hetero worker` and its servers share. Default: the file "
+    "`hetero/worker-secret` in the user's data folder.",
     "HETERO_CPU_LEVEL": "Use the kernels of a lesser CPU than this one: avx_vnni, avx2 or generic.",
 }
 

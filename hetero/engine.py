@@ -131,12 +131,14 @@ class Engine:
         """
         if self._busy_since is None:
             self._busy_since = self.clock()
-        lost = self.runner.unavailable
-        while lost is None and len(self._flights) < self.runner.depth and self._start_step():
+        while (
+            self.runner.unavailable is None and len(self._flights) < self.runner.depth and self._start_step()
+        ):
             pass
         if self._flights:
             self._take_in(self._flights[0])
-        elif lost is not None:
+        lost = self.runner.unavailable
+        if lost is not None and not self._flights:
             self._let_go(lost)
         if not self._flights and not self._generations:
             self._busy_since = None
@@ -159,8 +161,10 @@ class Engine:
             step_seconds=own.step_seconds,
             host_seconds=own.host_seconds,
             stages=[
-                replace(totals, restarts=restarts)
-                for totals, restarts in zip(own.stages, self.runner.restarts, strict=True)
+                replace(totals, restarts=restarts, counters=counters)
+                for totals, restarts, counters in zip(
+                    own.stages, self.runner.restarts, self.runner.counters, strict=True
+                )
             ],
             ttft=own.ttft.copy(),
             inter_token=own.inter_token.copy(),

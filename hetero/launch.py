@@ -128,7 +128,7 @@ def _opener(path: Path, gguf: GGUFFile, config: ModelConfig, settings: Settings)
 def require_fit(prepared: Prepared) -> None:
     """Raise LaunchError with the missing bytes when the plan does not fit."""
     if not prepared.plan.fits:
-        raise LaunchError(explain_shortage(prepared.plan, prepared.facts))
+        raise LaunchError(explain_shortage(prepared.plan))
 
 
 def launch(settings: Settings, progress: ProgressCallback) -> AsyncEngine:
@@ -177,7 +177,7 @@ def load(
             once.submit(_run_once, runner, len(plan.groups)).result()
         show("ready", 1.0)
     scheduler = Scheduler(
-        KVManager(plan.groups, BLOCK_SIZE),
+        KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth)),
         settings.max_num_seqs,
         settings.max_num_batched_tokens,
         plan.max_model_len,
@@ -187,6 +187,15 @@ def load(
     info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
     places = tuple(_placement(planned, stage) for planned, stage in zip(plan.stages, stages, strict=True))
     return AsyncEngine(engine, tokenizer, template, GrammarCompiler(tokenizer), info), places
+
+
+def _attended_in_place(prepared: Prepared, depth: int) -> int:
+    """Requests that may run for each to be attended where it lies; 0 where that makes no difference."""
+    from backends.ggml.attention_layout import MAX_VIEWS
+
+    used = [prepared.choices[stage.index] for stage in prepared.plan.stages]
+    gathers = any(choice.device.kind != "cpu" or choice.spec.endpoint for choice in used)
+    return MAX_VIEWS * depth if gathers else 0
 
 
 def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> Runner:

@@ -62,6 +62,11 @@ class RunnerLike(Protocol):
         """How often each stage was lost and came back."""
         ...
 
+    @property
+    def counters(self) -> Sequence[dict[str, int]]:
+        """StageBackend.counters of each stage."""
+        ...
+
     def acknowledge(self) -> None:
         """Nothing computed so far is relied on, so that a lost stage may come back. None in flight."""
         ...

@@ -61,6 +61,7 @@ class StageTotals:
     bytes_in: int = 0
     bytes_out: int = 0
     restarts: int = 0  # after it was lost
+    counters: dict[str, int] = field(default_factory=dict)  # of StageBackend.counters
 
 
 @dataclass(slots=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -81,18 +82,22 @@ _SCALES: dict[str, list[tuple[int, float]]] = {
     "Q4_K": [(0, 1 / 200), (2, 7.5 / 200)],
     "Q5_K": [(0, 1 / 400), (2, 15.5 / 400)],
     "Q6_K": [(208, 1 / 1350)],
+    "Q3_K": [(108, 1 / 42)],
 }
 
 
 def random_tensor(
-    rng: np.random.Generator, shape: tuple[int, int], type_name: str, deviation: float
+    rng: np.random.Generator, shape: tuple[int, ...], type_name: str, deviation: float
 ) -> Raw | np.ndarray:
-    """Weights [rows, row length], about normal: random blocks with sane scales in the quantized formats."""
+    """Weights [..., row length], about normal: random blocks with sane scales in the quantized formats."""
     if type_name in ("F32", "F16"):
         dtype = np.float32 if type_name == "F32" else np.float16
         return (rng.standard_normal(shape) * deviation).astype(dtype)
+    if type_name == "BF16":
+        values = (rng.standard_normal(shape) * deviation).astype(np.float32)
+        return Raw("BF16", shape[::-1], values.view(np.uint16)[..., 1::2].tobytes())
     fmt = GGML_TYPES[TYPE_IDS[type_name]]
-    nbytes = shape[0] * row_bytes(TYPE_IDS[type_name], shape[1])
+    nbytes = math.prod(shape[:-1]) * row_bytes(TYPE_IDS[type_name], shape[-1])
     blocks = rng.integers(0, 256, (nbytes // fmt.nbytes, fmt.nbytes), np.uint8)
     for offset, scale in _SCALES[type_name]:
         noise = rng.uniform(0.8, 1.2, len(blocks))
@@ -112,34 +117,43 @@ def _metadata(arch: str, n_layers: int, n_embd: int, n_ff: int, n_ctx: int) -> d
         f"{arch}.attention.layer_norm_rms_epsilon": 1e-5,
         f"{arch}.rope.freq_base": 10000.0 if arch == "llama" else 1000000.0,
     }
-    return values | (bpe_vocab() if arch == "llama" else spm_vocab())
+    return values | (spm_vocab() if arch == "gemma3" else bpe_vocab())
 
 
 class _Maker(NamedTuple):
     rng: np.random.Generator
     type_name: str
 
-    def weight(self, rows: int, columns: int) -> Raw | np.ndarray:
-        return random_tensor(self.rng, (rows, columns), self.type_name, columns**-0.5)
+    def weight(self, *shape: int) -> Raw | np.ndarray:
+        return random_tensor(self.rng, shape, self.type_name, shape[-1] ** -0.5)
 
     def norm(self, size: int) -> np.ndarray:
         return (1 + 0.2 * self.rng.standard_normal(size)).astype(np.float32)
 
-    def layer(self, arch: str, n_embd: int, n_ff: int, q: int, k: int, head_dim: int) -> dict[str, Any]:
+    def layer(
+        self, arch: str, n_embd: int, n_ff: int, q: int, k: int, head_dim: int, n_experts: int
+    ) -> dict[str, Any]:
         norms = {"attn_norm": n_embd, "ffn_norm": n_embd}
-        if arch == "gemma3":
+        if arch != "llama":
             norms |= {"attn_q_norm": head_dim, "attn_k_norm": head_dim}
+        if arch == "gemma3":
             norms |= {"post_attention_norm": n_embd, "post_ffw_norm": n_embd}
+        suffix, experts = ("_exps", (n_experts,)) if n_experts else ("", ())
         return {
             "attn_q": self.weight(q, n_embd),
             "attn_k": self.weight(k, n_embd),
             "attn_v": self.weight(k, n_embd),
             "attn_output": self.weight(n_embd, q),
-            "ffn_gate": self.weight(n_ff, n_embd),
-            "ffn_up": self.weight(n_ff, n_embd),
-            "ffn_down": self.weight(n_embd, n_ff),
+            f"ffn_gate{suffix}": self.weight(*experts, n_ff, n_embd),
+            f"ffn_up{suffix}": self.weight(*experts, n_ff, n_embd),
+            f"ffn_down{suffix}": self.weight(*experts, n_embd, n_ff),
             **{name: self.norm(size) for name, size in norms.items()},
+            **({"ffn_gate_inp": self.router(n_experts, n_embd)} if n_experts else {}),
         }
+
+    def router(self, rows: int, columns: int) -> Raw | np.ndarray:
+        """F32, as quantizers leave it; logits of deviation 2 make clear choices."""
+        return random_tensor(self.rng, (rows, columns), "F32", 2 * columns**-0.5)
 
 
 def tiny_model(
@@ -160,10 +174,12 @@ def tiny_model(
     sliding_window: int = 16,
     sliding_window_pattern: int | None = None,
     rope_freqs: bool = False,
+    n_experts: int = 0,
+    n_experts_used: int = 2,
     chat_template: str | None = None,
     metadata: dict[str, Any] | None = None,
 ) -> Path:
-    """Write a random `llama` (BPE vocabulary) or `gemma3` (SPM vocabulary) model and return `path`.
+    """Write a random `llama`, `qwen3moe` (BPE vocabulary) or `gemma3` (SPM) model and return `path`.
 
     Rows are `n_embd`, `n_ff` or `n_heads * head_dim` long: all must hold whole blocks of the types.
     """
@@ -178,6 +194,10 @@ def tiny_model(
         values["gemma3.attention.sliding_window"] = sliding_window
         if sliding_window_pattern is not None:
             values["gemma3.attention.sliding_window_pattern"] = sliding_window_pattern
+    if n_experts:
+        values |= {f"{arch}.expert_count": n_experts, f"{arch}.expert_used_count": n_experts_used}
+    if arch == "qwen3moe":
+        values["qwen3moe.expert_feed_forward_length"] = n_ff
     if chat_template is not None:
         values["tokenizer.chat_template"] = chat_template
     values.update(metadata or {})
@@ -193,7 +213,8 @@ def tiny_model(
     if rope_freqs:
         tensors["rope_freqs.weight"] = maker.rng.uniform(1, 8, head_dim // 2).astype(np.float32)
     for layer in range(n_layers):
-        parts = maker.layer(arch, n_embd, n_ff, n_heads * head_dim, n_kv_heads * head_dim, head_dim)
+        widths = (n_heads * head_dim, n_kv_heads * head_dim, head_dim)
+        parts = maker.layer(arch, n_embd, n_ff, *widths, n_experts)
         tensors.update({f"blk.{layer}.{name}.weight": t for name, t in parts.items()})
     return write_gguf(path, values, tensors)
 

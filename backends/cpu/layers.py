@@ -15,7 +15,7 @@ from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.probe import PLAIN, Verdicts, probe
+from backends.ggml.probe import PLAIN, Verdicts, probe, turn_off_tiles
 from backends.ggml.weights import Progress, Weights
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
@@ -45,13 +45,17 @@ class CpuLayers:
     ):
         """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix."""
         self._config, self._device = config, device
-        matrices = [n for n in names if len(gguf.tensors[n].shape) == 2 and (n != EMBEDDING or n == head)]
+        matrices = [n for n in names if len(gguf.tensors[n].shape) > 1 and (n != EMBEDDING or n == head)]
         ours = [n for n in matrices if packable(gguf, n)]
         theirs = [n for n in matrices if n not in ours]
         verdicts = probe(gguf.tensors[n].type for n in theirs)
         buffers = {t: _choose(verdicts, t, device) for t in {gguf.tensors[n].type for n in theirs}}
-        self.min_rows = max((rows for _, rows in buffers.values()), default=1)
-        extra = {n: buffers[gguf.tensors[n].type][0] for n in theirs if n != EMBEDDING or not lookup}
+        flat = [n for n in theirs if len(gguf.tensors[n].shape) == 2]  # what the verdicts are about
+        for type_id in {gguf.tensors[n].type for n in theirs if n not in flat}:
+            if verdicts[type_id, PLAIN] > 1:  # and padding does not help: routers set the number of rows
+                turn_off_tiles(device, type_id)
+        self.min_rows = max((buffers[gguf.tensors[n].type][1] for n in flat), default=1)
+        extra = {n: buffers[gguf.tensors[n].type][0] for n in flat if n != EMBEDDING or not lookup}
         plain = [n for n in names if n not in ours]  # packed embeddings are looked up where they are
         self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
         self._packed = PackedWeights(gguf, ours, device.threads, progress)

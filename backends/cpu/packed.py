@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import mmap
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +15,7 @@ from backends.cpu import matmul
 from backends.cpu.matmul.choice import kernel_for
 from backends.cpu.matmul.layout import PANEL_ROWS
 from backends.cpu.step import aligned_empty
+from backends.ggml.models.experts import expert_group
 from backends.ggml.weights import Progress
 from quant.gguf import GGUFFile, TensorInfo
 
@@ -22,7 +24,7 @@ SHARE_BYTES = 1 << 20  # of a tensor in the file, that a thread reads and packs 
 
 @dataclass(frozen=True, slots=True)
 class PackedWeight:
-    """One matrix [m][k] in the layout of matmul/layout.py."""
+    """One matrix [m][k] in the layout of matmul/layout.py, or one for each expert, one after the other."""
 
     type_id: int
     m: int
@@ -33,12 +35,27 @@ class PackedWeight:
     def kind(self) -> int:
         return matmul.activation_kind(self.type_id)
 
+    @property
+    def expert_nbytes(self) -> int:
+        return matmul.packed_nbytes(self.type_id, self.m, self.k)
+
 
 def packable(gguf: GGUFFile, name: str) -> bool:
-    """Whether our kernels multiply by this tensor on this CPU, no slower than ggml's."""
+    """Whether our kernels multiply by this tensor on this CPU, no slower than ggml's.
+
+    Of a layer with experts, the router and all experts go the same way.
+    """
+    group = expert_group(name)
+    return all(_supported(gguf, n) for n in group) if group else _supported(gguf, name)
+
+
+def _supported(gguf: GGUFFile, name: str) -> bool:
     info = gguf.tensors[name]
-    if len(info.shape) != 2 or not matmul.supported(info.type, info.shape[1], info.shape[0]):
+    k, m = info.shape[:2]
+    if not matmul.supported(info.type, m, k):
         return False
+    if len(info.shape) == 3:  # any format: a tenth slower at worst (BF16, one token); tests/bench/experts.py
+        return m % PANEL_ROWS == 0
     return kernel_for(info.type) == "ours"
 
 
@@ -52,7 +69,7 @@ class PackedWeights:
 
     def __init__(self, gguf: GGUFFile, names: Iterable[str], threads: int, progress: Progress | None = None):
         infos = [gguf.tensors[name] for name in names]
-        sizes = [matmul.packed_nbytes(i.type, i.shape[1], i.shape[0]) for i in infos]
+        sizes = [matmul.packed_nbytes(i.type, _rows(i), i.shape[0]) for i in infos]
         self.nbytes = sum(sizes)
         memory, end = aligned_empty(self.nbytes), 0  # sizes are whole cache lines
         self._weights: dict[str, PackedWeight] = {}
@@ -64,7 +81,7 @@ class PackedWeights:
     def _pack_all(
         self, gguf: GGUFFile, infos: list[TensorInfo], threads: int, progress: Progress | None
     ) -> None:
-        size = max((_share_rows(i) * (i.nbytes // i.shape[1]) for i in infos), default=0)
+        size = max((_share_rows(i) * (i.nbytes // _rows(i)) for i in infos), default=0)
         buffers: SimpleQueue[np.ndarray] = SimpleQueue()  # that no thread is using
         for _ in range(threads if size else 0):
             # not from malloc, which might keep the memory when it is freed
@@ -73,15 +90,19 @@ class PackedWeights:
             shares = [
                 [
                     pool.submit(self._pack_rows, gguf, info, first, buffers)
-                    for first in range(0, info.shape[1], _share_rows(info))
+                    for first in range(0, _rows(info), _share_rows(info))
                 ]
                 for info in infos
             ]
-            for info, parts in zip(infos, shares, strict=True):
-                for part in parts:
-                    part.result()
-                if progress:
-                    progress(info.nbytes)
+            try:
+                for info, parts in zip(infos, shares, strict=True):
+                    for part in parts:
+                        part.result()
+                    if progress:
+                        progress(info.nbytes)
+            except BaseException:  # Ctrl-C, too, does not wait for the rest
+                pool.shutdown(cancel_futures=True)
+                raise
 
     def __contains__(self, name: str) -> bool:
         return name in self._weights
@@ -94,7 +115,7 @@ class PackedWeights:
     ) -> None:
         """Read and pack a share of a tensor, from row `first` on."""
         w = self._weights[info.name]
-        rows, row_bytes = min(_share_rows(info), w.m - first), info.nbytes // w.m
+        rows, row_bytes = min(_share_rows(info), _rows(info) - first), info.nbytes // _rows(info)
         buffer = buffers.get()
         try:
             gguf.read_into(info.name, first * row_bytes, buffer[: rows * row_bytes])
@@ -104,6 +125,11 @@ class PackedWeights:
             buffers.put(buffer)
 
 
+def _rows(info: TensorInfo) -> int:
+    """Rows of a matrix, or of all experts together, which have whole panels."""
+    return math.prod(info.shape[1:])
+
+
 def _share_rows(info: TensorInfo) -> int:
     """Rows of a share: whole panels, about SHARE_BYTES in the file."""
-    return max(1, SHARE_BYTES * info.shape[1] // info.nbytes // PANEL_ROWS) * PANEL_ROWS
+    return max(1, SHARE_BYTES * _rows(info) // info.nbytes // PANEL_ROWS) * PANEL_ROWS

@@ -70,6 +70,7 @@ class CpuKV:
         self._values = dict(zip(self.layers, addresses[half:], strict=True))
         self._weights = weights
         self.matmul_scratch = aligned_empty(device.threads * SCRATCH_BYTES)
+        self.expert_scratch = aligned_empty(device.threads * _expert_scratch_bytes(config))
         self._parameters: dict[tuple[str, int], np.ndarray] = {}
 
     @property
@@ -137,3 +138,12 @@ def _factors(weights: Weights, name: str | None) -> np.ndarray | None:
 
 def _float_bits(value: float) -> int:
     return int(np.float32(value).view(np.int32))
+
+
+def _expert_scratch_bytes(config: ModelConfig) -> int:
+    """Of one thread."""
+    if not config.n_expert:
+        return 0
+    from backends.cpu import routing  # compiled only for models that have experts
+
+    return routing.SCRATCH_BYTES

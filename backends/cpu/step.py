@@ -3,7 +3,7 @@
 A graph is built once per shape, its operators hold the address of a `StepHeader` for ever, and
 before each run the header is pointed at the arrays of the step. All fields are int64 words:
 
-    word 0  tokens T        4  cu_seqlens_q (int32)      8  counters (int64, one per layer)
+    word 0  tokens T        4  cu_seqlens_q (int32)      8  counters (two int64 per layer)
          1  sequences S     5  items (int32 [n, 3])      9  scratch of thread 0
          2  positions       6  number of items          10  scratch bytes per thread
          3  context_lens    7  rows of logits L         11  (free)
@@ -63,6 +63,9 @@ class StepHeader:
 
     def counter_address(self, layer: int) -> int:
         return self._counters.ctypes.data + 64 * layer
+
+    def expert_counter_address(self, layer: int) -> int:
+        return self.counter_address(layer) + 8
 
     def rope_word(self, kind: int) -> int:
         return GROUPS + WORDS_PER_GROUP * self.num_groups + kind

@@ -33,6 +33,17 @@ def can_multiply(device: Device, type_id: int) -> bool:
     return all(_supported(device, partial(multiply, tokens)) for tokens in (1, TOKENS))
 
 
+def can_multiply_experts(device: Device, type_id: int) -> bool:
+    """The same for the weights of several experts, of which each token names two."""
+
+    def multiply(tokens: int, lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        weight = lib.new_tensor_4d(ctx, type_id, COLUMNS, ROWS, 4, 1)
+        x = lib.new_tensor_4d(ctx, TYPE_F32, COLUMNS, 1, tokens, 1)
+        return lib.mul_mat_id(ctx, weight, x, lib.new_tensor_4d(ctx, TYPE_I32, 2, tokens, 1, 1)), (weight,)
+
+    return all(_supported(device, partial(multiply, tokens)) for tokens in (1, TOKENS))
+
+
 def can_look_up(device: Device, type_id: int) -> bool:
     """Whether rows of a table of ggml type `type_id` can be gathered as float32 (token embeddings)."""
 

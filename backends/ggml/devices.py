@@ -107,6 +107,8 @@ class Device:
         return found
 
     def close(self) -> None:
+        """Free the device. A thread that closes it is no longer kept on its cores."""
+        pin_thread(())
         if self.backend:
             ggml().backend_free(self.backend)
             self.backend = None

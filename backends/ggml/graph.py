@@ -15,6 +15,7 @@ import numpy as np
 from backends.ggml.devices import Device
 from backends.ggml.lib import TYPE_F32, TYPE_I32, P, ggml, shape_of
 from backends.ggml.models.config import ModelConfig
+from backends.ggml.models.experts import build_experts
 from backends.ggml.weights import Weights
 
 MAX_NODES = 64  # per layer, generously
@@ -30,7 +31,7 @@ class GraphBuilder:
         self, config: ModelConfig, device: Device, weights: Weights, rows: int, extra_nodes: int = 0
     ):
         self.lib, self.config, self.device, self.weights, self.rows = ggml(), config, device, weights, rows
-        nodes = (MAX_NODES + extra_nodes) * (config.n_layer + 2)
+        nodes = (MAX_NODES + 2 * config.n_expert_used + extra_nodes) * (config.n_layer + 2)
         self.context = self.lib.context(2 * nodes, nodes)
         self.graph = self.lib.new_graph_custom(self.context, nodes, False)
 
@@ -77,8 +78,16 @@ class GraphBuilder:
     def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
         """down(activation(gate(norm(x))) * up(norm(x))), plus the residual if there is one."""
         g, u = self.norm_linear(x, norm, (gate, up))
-        activate = self.lib.swiglu_split if self.config.family.activation == "silu" else self.lib.geglu_split
-        return self.linear(activate(self.context, g, u), down, residual)
+        return self.linear(self.activate(g, u), down, residual)
+
+    def activate(self, gate: int, up: int) -> int:
+        """activation(gate) * up."""
+        silu = self.config.family.activation == "silu"
+        return (self.lib.swiglu_split if silu else self.lib.geglu_split)(self.context, gate, up)
+
+    def expert_ffn(self, layer: int, x: int) -> int:
+        """x plus the feed-forward of the layer's experts, as models/experts.py has it."""
+        return build_experts(self, layer, x)
 
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         """Norm and rotate q and k, store k and v, attend. Returns [n_head * head_dim_v, T].

@@ -10,11 +10,18 @@ import numpy as np
 from backends.base import BatchLike
 from backends.ggml import attention_layout as layouts
 from backends.ggml.attention_layout import BLOCK_SIZE, GATHERED, Layout, Member, Part
-from backends.ggml.capabilities import can_flash_attend, can_look_up, can_multiply
+from backends.ggml.capabilities import (
+    can_flash_attend,
+    can_look_up,
+    can_multiply,
+    can_multiply_experts,
+    can_store,
+)
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
+from backends.ggml.lib import TYPE_F16
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.paged import PagedPools
+from backends.ggml.paged import PADDING, PagedPools
 from backends.ggml.paged_graph import PagedGraphBuilder, Upload
 from backends.ggml.weights import Progress, Weights
 from quant.blocks import dequantize
@@ -51,16 +58,19 @@ class DeviceLayers:
         for name in held:
             info = gguf.tensors[name]
             multiplied = len(info.shape) > 1 and (name != EMBEDDING or name == head)
-            if multiplied and not can_multiply(device, info.type):
+            can = can_multiply if len(info.shape) == 2 else can_multiply_experts
+            if multiplied and not can(device, info.type):
                 kind = GGML_TYPES[info.type].name
                 raise DeviceError(f"device {device.info.name}: cannot multiply by {name}, which is {kind}")
+        if not can_store(device, TYPE_F16):
+            raise DeviceError(f"device {device.info.name}: cannot store keys and values as f16")
         self.flash = can_flash_attend(
             device, config.head_dim_k, config.head_dim_v, config.n_head, config.n_head_kv
         )
         self.weights = Weights(gguf, held, device, progress)
         self.weight_bytes = self.weights.nbytes
         self.kv = PagedPools(config, device, sorted(group_of), group_of, num_blocks)
-        self._num_blocks = list(num_blocks)
+        self._num_blocks = [n + PADDING for n in num_blocks]
         self._windows: list[int | None] = [None] * len(num_blocks)
         for layer, g in group_of.items():
             self._windows[g] = config.layer_windows[layer]

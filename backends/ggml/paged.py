@@ -14,7 +14,7 @@ import ctypes as C
 from collections.abc import Iterable, Sequence
 
 from backends.base import BlockCopyLike
-from backends.ggml.attention_layout import BLOCK_SIZE
+from backends.ggml.attention_layout import BLOCK_SIZE, SPAN
 from backends.ggml.devices import Device
 from backends.ggml.lib import (
     TYPE_F16,
@@ -30,6 +30,7 @@ from backends.ggml.models.config import ModelConfig
 from backends.ggml.weights import DeviceTensors
 
 F16_BYTES = 2
+PADDING = SPAN // BLOCK_SIZE  # blocks behind the last one, so that a view's span may reach beyond it
 
 
 class PagedPools:
@@ -47,7 +48,7 @@ class PagedPools:
         self.key_bytes = F16_BYTES * config.n_head_kv * config.head_dim_k  # of a token
         self.value_bytes = F16_BYTES * config.n_head_kv * config.head_dim_v
         shapes = [
-            (TYPE_F32, BLOCK_SIZE * nbytes // 4, num_blocks[group_of[layer]])
+            (TYPE_F32, BLOCK_SIZE * nbytes // 4, num_blocks[group_of[layer]] + PADDING)
             for layer in self.layers
             for nbytes in (self.key_bytes, self.value_bytes)
         ]
@@ -135,4 +136,4 @@ def heads_of_tokens(
     )
 
 
-__all__ = ["PagedPools", "heads_of_tokens", "move_view", "reinterpret", "row_view", "token_rows"]
+__all__ = ["PADDING", "PagedPools", "heads_of_tokens", "move_view", "reinterpret", "row_view", "token_rows"]

@@ -30,6 +30,7 @@ ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 33, 64)
 COLUMNS, OUTPUTS = 512, 64
 PLAIN = ""  # stands for the device's ordinary buffer type
 TIMEOUT = 30.0
+TILES = "GGML_CPU_TILED_MM"  # of ggml: 0 turns off the kernel for many rows
 
 # (weight type, buffer type name) -> rows from which a row's bits are its own; absent: do not use
 Verdicts = dict[tuple[int, str], int]
@@ -152,6 +153,22 @@ def _rows_needed(device: Device, type_id: int, buffer_type: int) -> int:
     return needed
 
 
+def turn_off_tiles(device: Device, type_id: int) -> None:
+    """Keep ggml, in this process, from the kernel that it otherwise takes for 8 rows or more of some types.
+
+    It reads the variable at its first product and never again, so this has no effect after one. Children that
+    probe do not see it: their verdicts hold for other processes too.
+    """
+    before = os.environ.get(TILES)
+    os.environ[TILES] = "0"
+    try:
+        _rows_needed(device, type_id, device.buffer_type)
+    finally:
+        del os.environ[TILES]
+        if before is not None:
+            os.environ[TILES] = before
+
+
 def _quantize(type_id: int, values: np.ndarray) -> np.ndarray:
     if type_id == TYPE_F32:
         return values
@@ -198,4 +215,4 @@ def _multiply(device: Device, weight: int, rows: np.ndarray) -> np.ndarray:
     return out
 
 
-__all__ = ["PLAIN", "Verdicts", "probe"]
+__all__ = ["PLAIN", "Verdicts", "probe", "turn_off_tiles"]

@@ -104,7 +104,8 @@ class GgmlStage:
         self.argmax: np.ndarray | None = None  # likewise
 
     def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
-        """See base.StageBackend."""
+        """See base.StageBackend. Keeps the calling thread on the device's cores, if it has its own."""
+        self.device.pin_thread()
         tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
         low = self._layers.min_rows
         rows = bucket(tokens, low, self.spec.max_tokens)
@@ -149,6 +150,12 @@ class GgmlStage:
     def counters(self) -> dict[str, int]:
         """See base.StageBackend."""
         return self._layers.counters()
+
+    def check(self) -> None:
+        """See base.StageBackend. ggml ends the process when a driver or an RPC server is gone."""
+        graph = next(reversed(self._graphs.values()))
+        self._get(graph.output, np.empty(1, np.float32))
+        self._lib.backend_synchronize(self.device.backend)
 
     def close(self) -> None:
         """Free everything on the device. The stage cannot be used afterwards."""

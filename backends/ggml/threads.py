@@ -9,6 +9,7 @@ after the pool's first graph, and on macOS nothing can be pinned. So whoever dri
 from __future__ import annotations
 
 import ctypes as C
+import functools
 import os
 import sys
 import threading
@@ -57,8 +58,12 @@ def default_threads() -> int:
     return max(1, min(physical, len(allowed_cores()) or physical))
 
 
+@functools.cache
 def allowed_cores() -> tuple[int, ...]:
-    """Numbers of the logical cores that this process may run on; () where threads cannot be pinned."""
+    """Numbers of the logical cores that this process may run on; () where threads cannot be pinned.
+
+    Asked once, before any thread is pinned.
+    """
     process = psutil.Process()
     if not hasattr(process, "cpu_affinity"):  # macOS
         return ()
@@ -75,9 +80,7 @@ def pin_thread(cores: tuple[int, ...]) -> None:
     """
     if getattr(_thread, "cores", ()) == cores:
         return
-    if not getattr(_thread, "cores", ()):
-        _thread.before = allowed_cores()
-    _set_affinity(cores or _thread.before)
+    _set_affinity(cores or allowed_cores())
     _thread.cores = cores
 
 

@@ -57,6 +57,8 @@ def collect(
 
     Raises LaunchError, ImatrixError.
     """
+    if prepared.config.n_expert:
+        raise ImatrixError(f"{prepared.model.path}: what enters experts cannot be collected")
     no_logits = np.empty(0, np.int64)
     with contextlib.ExitStack() as opened:
         runner, stage = open_observer(

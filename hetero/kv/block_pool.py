@@ -50,8 +50,11 @@ class BlockPool:
 
     @property
     def longest_run(self) -> int:
-        """Free blocks in a row: at least this many somewhere, and nowhere twice as many."""
-        return self._free.longest
+        """Free blocks in a row: so many somewhere, and nowhere twice as many."""
+        if not self._free:
+            return 0
+        first, end = self._free.long_run()
+        return end - first
 
     def allocate(self, after: int | None = None, room: int = 1) -> int | None:
         """A free block, now referenced once; None when all are idle or referenced.
@@ -60,16 +63,46 @@ class BlockPool:
         can grow, and that leaves the sequence before it as much space: in the middle of a long run.
         """
         if after is not None and after + 1 in self._free:
-            block = first = after + 1
-        elif self._free:
-            first, end = self._free.long_run()
-            half = (end - first) // 2
-            block = first + half if first > SCRATCH_BLOCK + 1 and half >= room else first
-        else:
+            return self.allocate_behind(after)
+        if not self._free:
             return None
+        first, block = self._place(room)
         self._free.take(block, first)
         self.ref_counts[block] = 1
         return block
+
+    def allocate_behind(self, block: int) -> int:
+        """The block behind one that is not free; itself it must be."""
+        self._free.take(block + 1, block + 1)
+        self.ref_counts[block + 1] = 1
+        return block + 1
+
+    def allocate_run(self, count: int, room: int) -> list[int] | None:
+        """`count` blocks in a row, each now referenced once, where a sequence of `room` blocks has space.
+
+        None when there is no such place.
+        """
+        if self.longest_run < room:
+            return None
+        first, start = self._place(room)
+        run = list(range(start, start + count))
+        for block in run:
+            self._free.take(block, first if block == start else block)
+            self.ref_counts[block] = 1
+        return run
+
+    def _place(self, room: int) -> tuple[int, int]:
+        """A long run's first block, and where in it a sequence of `room` blocks had best begin."""
+        first, end = self._free.long_run()
+        half = (end - first) // 2
+        return first, first + half if first > SCRATCH_BLOCK + 1 and half >= room else first
+
+    def is_free(self, block: int) -> bool:
+        return block in self._free
+
+    def free_behind(self, block: int) -> int:
+        """Free blocks in a row behind a block that is not free."""
+        return self._free.count_from(block + 1)
 
     def is_idle(self, block: int) -> bool:
         return block in self._idle

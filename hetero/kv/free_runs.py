@@ -41,6 +41,10 @@ class FreeRuns:
         last = next(iter(self._files[self._used.bit_length() - 1]))
         return self._first[last], last + 1
 
+    def count_from(self, number: int) -> int:
+        """How many follow each other from `number` on, itself included, where none is in front of it."""
+        return self._end[number] - number if self._member[number] else 0
+
     def put_all(self, start: int) -> None:
         """Enter all numbers from `start` on into an empty set."""
         size = len(self._first)
@@ -70,9 +74,13 @@ class FreeRuns:
         end = self._end[first]
         if not first <= number < end:
             raise ValueError(f"{number} is not in the run from {first} to {end - 1}")
-        self._unfile(first, end)
         self._member[number] = 0
         self._count -= 1
+        length = end - first
+        if number == first and length & (length - 1):  # stays in its file
+            self._first[end - 1], self._end[first + 1] = first + 1, end
+            return
+        self._unfile(first, end)
         if first < number:
             self._file(first, number)
         if number + 1 < end:

@@ -7,12 +7,11 @@ from collections.abc import Iterable, Sequence
 
 from hetero.batch import BlockCopy
 from hetero.kv.block_pool import SCRATCH_BLOCK, BlockPool
+from hetero.kv.checks import check_manager
 from hetero.kv.groups import KVGroup
+from hetero.kv.in_place import likely_blocks, make_way, place_matched
 from hetero.kv.prefix_tree import Node, PrefixTree
 from hetero.request import Request
-
-
-LIKELY_ANSWER = 512  # tokens for which a request gets space to grow, unless it asks for fewer
 
 
 class _Cursor:
@@ -22,10 +21,11 @@ class _Cursor:
     tree        root to `node`| not full yet, or not scheduled        depth = 5
     table[g]    .  .  x  x  x | x  x      . = SCRATCH_BLOCK           held[g] = 2
 
-    `trimmed` is the number of computed tokens for which `held` is right.
+    `trimmed` is the number of computed tokens for which `held` is right. `placed`: where its blocks lie
+    was looked at. `tail`: block number `depth` was a cached tail of so many tokens, see continue_tail.
     """
 
-    __slots__ = ("depth", "held", "node", "request", "trimmed")
+    __slots__ = ("depth", "held", "node", "placed", "request", "tail", "trimmed")
 
     def __init__(self, request: Request, node: Node, num_groups: int):
         self.request = request
@@ -33,6 +33,8 @@ class _Cursor:
         self.depth = 0
         self.held = [0] * num_groups
         self.trimmed = 0
+        self.placed = False
+        self.tail = 0
 
 
 class KVManager:
@@ -46,10 +48,14 @@ class KVManager:
     A node of the tree has a block in every group without a window: when such a block is
     reclaimed, the node goes with its subtree. Blocks of a windowed group come and go one by one.
     Capacity is an answer: a count that may be 0, never an exception.
+
+    `in_place`: up to so many requests at a time are attended where they lie, if the blocks of each follow
+    each other. While there are no more, that is worth a copy, or something cached: see in_place.py.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int):
+    def __init__(self, groups: Sequence[KVGroup], block_size: int, in_place: int = 0):
         self.groups = tuple(groups)
+        self.in_place = in_place
         self.block_size = block_size
         self.pools = [BlockPool(g.num_blocks) for g in self.groups]
         self._windowed = any(g.window is not None for g in self.groups)
@@ -58,6 +64,10 @@ class KVManager:
         self._pins: Counter[tuple[int, int]] = Counter()
         self._cursors: dict[str, _Cursor] = {}
         self._step_id = 0
+
+    @property
+    def step_id(self) -> int:
+        return self._step_id
 
     def begin_step(self, step_id: int) -> None:
         """What is matched and committed from here on belongs to step `step_id` (ascending)."""
@@ -127,13 +137,13 @@ class KVManager:
             for g, block in enumerate(child.blocks):
                 if block is None:
                     held[g] = i + 1
-            if self._covers(held, (i + 1) * size):
+            if self.covers(held, (i + 1) * size):
                 usable = len(path)
             node = child
         if usable:
             self._adopt(request, first, path[:usable])
             cursor.node, cursor.depth = path[usable - 1], first + usable
-            self._advance(request, (first + usable) * size)
+            self.advance(request, (first + usable) * size)
         return request.num_computed_tokens - computed
 
     def match_tail(self, request: Request) -> list[BlockCopy]:
@@ -141,9 +151,19 @@ class KVManager:
         beginning of a cached one copied there (the sources stay referenced until `unpin`).
 
         Call after `match`, and only for a request that then computes in this step; after a match
-        `allocate` has room for at least one token. No match, or no blocks: an empty list.
+        `allocate` has room for at least one token. No match, or no blocks: an empty list. Where it
+        pays to have a request in one piece, whole blocks that were matched may be copied too.
         """
-        cursor = self._cursor(request)
+        cursor, moved = self._cursor(request), []
+        if not cursor.placed and self.wants_one_piece():
+            cursor.placed = True
+            placed = place_matched(self, cursor)
+            if placed is None:
+                return []
+            moved = placed
+        return moved + self._copy_tail(request, cursor)
+
+    def _copy_tail(self, request: Request, cursor: _Cursor) -> list[BlockCopy]:
         start, limit = request.num_computed_tokens, request.num_tokens - 1
         if start % self.block_size or start >= limit:
             return []
@@ -153,7 +173,7 @@ class KVManager:
             return []
         node, length = found
         held = [cursor.depth + 1 if b is None else h for h, b in zip(cursor.held, node.blocks, strict=True)]
-        if not self._covers(held, start + length):
+        if not self.covers(held, start + length):
             return []
         sources = [block for block in node.blocks if block is not None]
         for pool, block in zip(self.pools, sources, strict=True):
@@ -166,11 +186,15 @@ class KVManager:
         for g, source in enumerate(sources):
             target = self._take(g, request)
             request.block_tables[g].append(target)
-            copies.append(BlockCopy(g, source, target))
-            self._pins[g, source] += 1
-        self.num_pinned += len(copies)
-        self._advance(request, start + length)
+            copies.append(self.pin(g, source, target))
+        self.advance(request, start + length)
         return copies
+
+    def pin(self, g: int, source: int, target: int) -> BlockCopy:
+        """A copy that takes over a reference to its source."""
+        self._pins[g, source] += 1
+        self.num_pinned += 1
+        return BlockCopy(g, source, target)
 
     def unpin(self, copies: Iterable[BlockCopy]) -> None:
         """The step that makes these copies has ended: their sources may go."""
@@ -180,7 +204,8 @@ class KVManager:
             self.num_pinned -= 1
         self._pins = +self._pins
 
-    def _covers(self, held: Sequence[int], length: int) -> bool:
+    def covers(self, held: Sequence[int], length: int) -> bool:
+        """Whether blocks from number held[g] on are all that position `length` attends in each group."""
         return all(
             first * self.block_size <= group.first_needed(length)
             for first, group in zip(held, self.groups, strict=True)
@@ -198,7 +223,8 @@ class KVManager:
                     pool.acquire(block)
                 table.append(SCRATCH_BLOCK if block is None else block)
 
-    def _advance(self, request: Request, num_computed: int) -> None:
+    def advance(self, request: Request, num_computed: int) -> None:
+        """The request continues from `num_computed` on: the tokens before were found in the cache."""
         if request.num_preemptions == 0:  # later it would be what the request itself computed
             prompt = len(request.prompt_token_ids)
             found = min(num_computed, prompt) - min(request.num_computed_tokens, prompt)
@@ -247,33 +273,43 @@ class KVManager:
         """A block to go behind the request's last one, best if also in the pool."""
         pool, table = self.pools[g], request.block_tables[g]
         after = table[-1] if table and table[-1] != SCRATCH_BLOCK else None
-        answer = min(request.params.max_tokens or LIKELY_ANSWER, LIKELY_ANSWER)
-        room = self._blocks(request.num_tokens + answer) - len(table)
+        if after is not None and pool.is_free(after + 1):  # as in most steps of a decode
+            return pool.allocate_behind(after)
+        room = likely_blocks(self, g, request)
+        if self.wants_one_piece():
+            make_way(self, g, after, room)
         block = pool.allocate(after, room)
         if block is None:
             idle = pool.oldest_idle()
             assert idle is not None, "the caller checked that a block is available"
-            self._reclaim(g, idle)
+            self.reclaim(g, idle)
             block = pool.allocate(after, room)
             assert block is not None
         return block
 
-    def _reclaim(self, g: int, block: int) -> None:
+    def wants_one_piece(self) -> bool:
+        """Whether requests are so few now that each should lie in one piece."""
+        return len(self._cursors) <= self.in_place
+
+    def reclaim(self, g: int, block: int) -> None:
+        """Free an idle block: in a group without a window, all that the cache has behind it goes too."""
         node: Node = self.pools[g].owner(block)
         if self.groups[g].window is None:
-            self._drop(node)
+            self.drop(node)
             return
         self.pools[g].forget(block)
         node.blocks[g] = None
-        self._prune(node)
+        self.prune(node)
 
-    def _drop(self, node: Node) -> None:
+    def drop(self, node: Node) -> None:
+        """Take a node and all behind it out of the cache."""
         for gone in self.tree.drop(node):
             for pool, block in zip(self.pools, gone.blocks, strict=True):
                 if block is not None:
                     pool.forget(block)
 
-    def _prune(self, node: Node) -> None:
+    def prune(self, node: Node) -> None:
+        """Take a node that holds nothing out of the tree, and its parents that then hold nothing."""
         while node.parent is not None and not node.children and not any(node.blocks):
             parent = node.parent
             self.tree.drop(node)
@@ -293,8 +329,8 @@ class KVManager:
         for i in range(cursor.depth, num_tokens // size):
             tokens = tuple(request.token_ids(i * size, (i + 1) * size))
             cursor.node = self._enter(cursor.node, tokens, request, i, self._step_id)
-            cursor.depth = i + 1
-        self._prune(cursor.node)
+            cursor.depth, cursor.tail = i + 1, 0
+        self.prune(cursor.node)
 
     def _enter(self, parent: Node, tokens: tuple[int, ...], request: Request, i: int, step_id: int) -> Node:
         node = parent.children.get(tokens)
@@ -302,7 +338,7 @@ class KVManager:
             node = self.tree.insert(parent, tokens, [None] * len(self.groups), step_id)
             shorter = self.tree.shorter_tail(node)
             if shorter is not None:
-                self._drop(shorter)
+                self.drop(shorter)
         for g, table in enumerate(request.block_tables):
             # An entry that is there stays: it may be in use, and this request's block is as good.
             if node.blocks[g] is None and table[i] != SCRATCH_BLOCK:
@@ -328,7 +364,10 @@ class KVManager:
             if tail and self.tree.attached(cursor.node):
                 found = self.tree.closest(cursor.node, tail)
                 if found is None or found[1] < len(tail):
-                    self._prune(self._enter(cursor.node, tail, request, cursor.depth, 0))
+                    self.prune(self._enter(cursor.node, tail, request, cursor.depth, 0))
+        elif cursor.tail and self.tree.attached(cursor.node):  # as if it had not been taken
+            tail = tuple(request.token_ids(cursor.depth * self.block_size, request.num_computed_tokens))
+            self.prune(self._enter(cursor.node, tail[: cursor.tail], request, cursor.depth, 0))
         for pool, table in zip(self.pools, request.block_tables, strict=True):
             for block in reversed(table):  # tails become reclaimable first
                 if block != SCRATCH_BLOCK:
@@ -339,7 +378,9 @@ class KVManager:
     def clear_cache(self) -> None:
         """Forget all prefixes; live requests keep their blocks."""
         for node in list(self.tree.root.children.values()):
-            self._drop(node)
+            self.drop(node)
+        for cursor in self._cursors.values():
+            cursor.tail = 0
 
     def _cursor(self, request: Request) -> _Cursor:
         cursor = self._cursors.get(request.request_id)
@@ -353,34 +394,4 @@ class KVManager:
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless tables, pins, tree and pools agree. O(everything)."""
-        self.tree.check_invariants()
-        references = Counter(self._pins)
-        for cursor in self._cursors.values():
-            self._check_tables(cursor)
-            for g, table in enumerate(cursor.request.block_tables):
-                references.update((g, block) for block in table if block != SCRATCH_BLOCK)
-        assert self.num_pinned == sum(self._pins.values())
-        owned: dict[tuple[int, int], Node] = {}
-        for node in self.tree.nodes():
-            assert any(node.blocks) or node.children, "an empty leaf"
-            for g, kept in enumerate(node.blocks):
-                assert kept is not None or self.groups[g].window is not None, "a hole in a full group"
-                if kept is not None:
-                    assert (g, kept) not in owned, f"block {kept} of group {g} is in two nodes"
-                    owned[g, kept] = node
-        for g, pool in enumerate(self.pools):
-            pool.check_invariants()
-            for block in range(pool.num_blocks):
-                assert pool.ref_counts[block] == references[g, block], f"group {g} block {block}"
-                assert pool.owner(block) is owned.get((g, block))
-
-    def _check_tables(self, cursor: _Cursor) -> None:
-        request = cursor.request
-        assert len(request.block_tables) == len(self.groups)
-        for g, table in enumerate(request.block_tables):
-            assert len(table) >= self._blocks(request.num_computed_tokens)
-            needed = self.groups[g].first_needed(cursor.trimmed) // self.block_size
-            assert cursor.held[g] >= min(needed, len(table)), "a block outside the window is held"
-            assert cursor.held[g] <= needed, "a block inside the window was given back"
-            for i, block in enumerate(table):
-                assert (block == SCRATCH_BLOCK) == (i < cursor.held[g]), f"hole at {i} in group {g}"
+        check_manager(self)

@@ -33,9 +33,9 @@ assert sys.byteorder == "little", "payloads are sent as they lie in memory"
 class Kind(IntEnum):
     """What a message says; the near end is the one that holds the step's inputs.
 
-    near to far: OPEN, STEP, PING, CLOSE; far to near: PROGRESS, OPENED, RESULT, FAILED, PONG, LOG. The
-    headers are made and read in hetero.pipeline.messages and hetero.pipeline.child. With a worker on
-    another machine, HELLO, WEIGHTS, WANTED and CHUNK come first: see hetero.pipeline.remote.
+    near to far: OPEN, STEP, CHECK, PING, CLOSE; far to near: PROGRESS, OPENED, RESULT, CHECKED, FAILED,
+    PONG, LOG. The headers are made and read in hetero.pipeline.messages and hetero.pipeline.child. With a
+    worker on another machine, HELLO, WEIGHTS, WANTED and CHUNK come first: see hetero.pipeline.remote.
     """
 
     OPEN = 1
@@ -52,6 +52,8 @@ class Kind(IntEnum):
     WEIGHTS = 12
     WANTED = 13
     CHUNK = 14
+    CHECK = 15
+    CHECKED = 16
 
 
 _KINDS = {int(kind): kind for kind in Kind}

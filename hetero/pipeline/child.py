@@ -79,6 +79,9 @@ class _Server:
                 self._open(message.header)
             elif message.kind == Kind.STEP and self._stage is not None:
                 self._step(message, self._stage)
+            elif message.kind == Kind.CHECK and self._stage is not None:
+                self._stage.check()
+                self._channel.send(Kind.CHECKED, {})
             else:
                 raise WireError(f"{message.kind.name} is out of place")
         except (ChannelClosed, WireError):  # who sends what is no step is not served any more
@@ -107,7 +110,7 @@ class _Server:
         rows, argmax = stage.compute(), stage.argmax
         header = {
             "step": message.header.get("step"), "argmax": argmax is not None,
-            "graph_seconds": stage.graph_seconds,
+            "graph_seconds": stage.graph_seconds, "counters": stage.counters(),
         }  # fmt: skip
         self._channel.send(Kind.RESULT, header, [rows] if argmax is None else [rows, argmax])
 

@@ -27,6 +27,7 @@ from backends.ggml.stage import StageError, StageSpec
 from hetero.pipeline import child
 from hetero.pipeline.channel import Channel, ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.messages import (
+    counts_of,
     largest_result,
     largest_step,
     one_line,
@@ -42,36 +43,49 @@ log = logging.getLogger(__name__)
 PING_SECONDS = 1.0
 SILENT_PINGS = 3  # unanswered, and the other end counts as stopped, a ping later
 OPENING_PINGS = 60  # while it starts, which can keep its reader from the interpreter
+OPENING_SECONDS = 600.0  # without a byte of progress; the first start on a machine compiles kernels
+OPENING_RPC_SECONDS = 60.0  # the same over the network: that may just have lost the other machine
+DEVICE_SECONDS = 3.0  # for a few bytes
 STEP_SECONDS = 4.0  # the least that a step may take before it counts as hung
-FIRST_SECONDS = 60.0  # the same for steps of a size not seen before
-PATIENCE = 20.0  # times the slowest step of its size
+PATIENCE = 20.0  # times the slowest step of its size, lately
+NEW_SECONDS = 20.0  # the least for a size that was not seen before: kernels are compiled, graphs are built
+NEW_PATIENCE = 3.0  # times what other sizes make one expect at most
+FIRST_SECONDS = 60.0  # for the first steps of all
+FADING = 0.99  # of a slow step's weight, with each further one
 CLOSE_SECONDS = 3.0
+
+_AWAITED = {
+    Kind.OPENED: "it was not opened", Kind.RESULT: "a step has not ended",
+    Kind.CHECKED: "its device does not answer",
+}  # fmt: skip
 
 
 class Deadlines:
     """How long a step may take, from how long steps took. Sizes are classes of doubling token counts."""
 
     def __init__(self) -> None:
-        self._slowest: dict[int, float] = {}  # class: seconds
-        self._per_token = 0.0  # of the slowest
+        self._slowest: dict[int, float] = {}  # size: seconds
         self._steps = 0
 
     def seconds(self, tokens: int) -> float:
-        slowest = self._slowest.get(tokens.bit_length())
-        if slowest is None:
-            return max(FIRST_SECONDS, PATIENCE * self._per_token * tokens)
-        return max(STEP_SECONDS, PATIENCE * slowest)
+        size = tokens.bit_length()
+        if size in self._slowest:
+            return max(STEP_SECONDS, PATIENCE * self._slowest[size])
+        if not self._slowest:
+            return FIRST_SECONDS
+        guess = min(seconds * 2.0 ** max(0, size - seen) for seen, seconds in self._slowest.items())
+        return max(NEW_SECONDS, NEW_PATIENCE * guess)
 
     def observe(self, tokens: int, seconds: float) -> None:
         self._steps += 1
-        self._per_token = max(self._per_token, seconds / tokens)
         if self._steps > 1:  # the first loads what the later ones find in memory
             size = tokens.bit_length()
-            self._slowest[size] = max(self._slowest.get(size, 0.0), seconds)
+            self._slowest[size] = max(FADING * self._slowest.get(size, 0.0), seconds)
 
     def check_invariants(self) -> None:
-        assert all(self.seconds(1 << (size - 1)) >= STEP_SECONDS for size in self._slowest)
-        assert all(self.seconds(1 << (size - 1)) >= PATIENCE * s for size, s in self._slowest.items())
+        assert len(self._slowest) < max(1, self._steps)
+        for size, slowest in self._slowest.items():
+            assert self.seconds(1 << (size - 1)) >= max(STEP_SECONDS, PATIENCE * slowest)
 
 
 class ChannelStage:
@@ -91,6 +105,7 @@ class ChannelStage:
         config: ModelConfig,
         label: str,
         progress: Callable[[int], None] | None = None,
+        opening_seconds: float = OPENING_SECONDS,
     ):
         self.channel, self.spec, self.label = channel, spec, label
         self.is_last = spec.last == config.n_layer
@@ -98,6 +113,7 @@ class ChannelStage:
         self.argmax: np.ndarray | None = None
         self.graph_seconds = 0.0
         self.lost: str | None = None
+        self._counters: dict[str, int] = {}
         self._deadlines = Deadlines()
         self._busy = threading.Lock()  # held from prepare to the end of compute, and by check
         self._pending: tuple[int, int, float] | None = None  # tokens, rows of the result, when it was sent
@@ -106,11 +122,13 @@ class ChannelStage:
         self._progress = progress or (lambda nbytes: None)
         self._step_id = 0
         self._send(Kind.OPEN, opening)
-        message = self._await((Kind.OPENED, Kind.FAILED), float("inf"), OPENING_PINGS)
+        message = self._await((Kind.OPENED, Kind.FAILED), opening_seconds, OPENING_PINGS)
         if message.kind == Kind.FAILED:
             raise DeviceError(_text(message))
-        memory = message.header.get("memory")
-        self._memory = {str(k): int(v) for k, v in memory.items()} if isinstance(memory, dict) else {}
+        try:
+            self._memory = counts_of(message, "memory")
+        except WireError as error:
+            raise self._lose(str(error)) from None
 
     def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
         """See base.StageBackend."""
@@ -144,7 +162,10 @@ class ChannelStage:
         if message.kind == Kind.FAILED:
             raise StageError(_text(message))
         try:
+            if message.header.get("step") != self._step_id:
+                raise WireError("the result of another step")
             result, self.argmax, self.graph_seconds = result_of(message, rows, self.width)
+            self._counters = counts_of(message, "counters")
         except WireError as error:
             raise self._lose(str(error)) from None
         return result
@@ -152,10 +173,13 @@ class ChannelStage:
     def memory(self) -> dict[str, int]:
         return dict(self._memory)
 
-    def check(self) -> None:
-        """Ask a stage that has nothing to do whether it is still there. Raises StageLost.
+    def counters(self) -> dict[str, int]:
+        return dict(self._counters)
 
-        Of one that is busy, it only ends a send that hangs.
+    def check(self) -> None:
+        """Ask a stage that has nothing to do whether process and device are still there.
+
+        Raises StageLost. Of one that is busy, it only ends a send that hangs.
         """
         self._require()
         since = self._sending_since
@@ -163,8 +187,7 @@ class ChannelStage:
             self.channel.abort()
         if self._busy.acquire(blocking=False):
             try:
-                self._send(Kind.PING, {})
-                self._await((Kind.PONG,), float("inf"), SILENT_PINGS - 1)
+                self._check_device()
             finally:
                 self._busy.release()
 
@@ -199,12 +222,18 @@ class ChannelStage:
         finally:
             self._sending_since = None
 
+    def _check_device(self) -> None:
+        self._send(Kind.CHECK, {})
+        message = self._await((Kind.CHECKED, Kind.FAILED), DEVICE_SECONDS, SILENT_PINGS - 1)
+        if message.kind == Kind.FAILED:
+            raise self._lose(_text(message))
+
     def _why_closed(self) -> str:
         return "its connection was closed"
 
     def _await(self, kinds: Collection[Kind], limit: float, pings: int) -> Message:
-        """The next message of one of `kinds`. The time that this process itself was stopped for does not
-        count as waited."""
+        """The next message of one of `kinds`. Waits `limit` seconds, from the last PROGRESS on; time that
+        this process itself was stopped for does not count."""
         waited, silent = 0.0, 0
         while True:
             start = time.monotonic()
@@ -215,21 +244,25 @@ class ChannelStage:
                 raise self._lose(self._why_closed() if gone else f"it sent garbage: {error}") from None
             waited += min(time.monotonic() - start, 2 * PING_SECONDS)
             if message is None:
-                if waited >= limit:
-                    raise self._lose(f"a step has not ended after {limit:.0f} s")
                 if silent >= pings:
                     raise self._lose(f"no answer for {silent + 1} s")
+                if waited >= limit:
+                    what = _AWAITED[next(iter(kinds))]
+                    raise self._lose(f"{what} after {limit:.0f} s")
                 self._send(Kind.PING, {})
                 silent += 1
                 continue
             silent = 0
             if message.kind in kinds:
                 return message
+            if message.kind == Kind.PROGRESS:
+                waited = 0.0
             self._take_in(message)
 
     def _take_in(self, message: Message) -> None:
-        if message.kind == Kind.PROGRESS:
-            self._progress(int(message.header.get("bytes", 0)))
+        nbytes = message.header.get("bytes")
+        if message.kind == Kind.PROGRESS and type(nbytes) is int:
+            self._progress(nbytes)
         elif message.kind == Kind.LOG:
             if message.header.get("fatal"):
                 self._last_words = _text(message)
@@ -279,10 +312,10 @@ class IsolatedStage(ChannelStage):
         connection, theirs = context.Pipe()
         names = [(r.slots, r.slot_bytes, r.name) for r in self._rings]
         self._process = context.Process(target=child.main, args=(theirs, names, step_bytes), daemon=False)
-        _processes.add(self._process)
         try:
             with without_interrupts():
                 self._process.start()
+                _processes.add(self._process)
         except BaseException:
             self._free(connection)
             raise
@@ -292,7 +325,8 @@ class IsolatedStage(ChannelStage):
         channel = PipeChannel(connection, outgoing, incoming, result_bytes, self._process.kill)
         try:
             opening = open_header(str(model), device, spec, config.n_embd)
-            super().__init__(channel, opening, spec, config, label or device.name, progress)
+            patience = OPENING_RPC_SECONDS if device.endpoint else OPENING_SECONDS
+            super().__init__(channel, opening, spec, config, label or device.name, progress, patience)
         except BaseException:
             self._end()
             self._free(connection)
@@ -332,17 +366,18 @@ class IsolatedStage(ChannelStage):
 
 
 def _rings(slots: int, sizes: Collection[int]) -> list[Ring]:
-    """Shared memory for both directions, or none if there is not enough for both."""
-    rings: list[Ring] = []
-    try:
-        for size in sizes:
-            rings.append(Ring(slots, size))
-    except OSError as error:
-        log.info("no shared memory for a stage (%s): its arrays go through a pipe", error)
-        for ring in rings:
-            ring.close()
-        return []
-    return rings
+    """Shared memory for both directions: for the largest messages, else for smaller ones, else none."""
+    for share in (1, 4, 16):
+        rings: list[Ring] = []
+        try:
+            for size in sizes:
+                rings.append(Ring(slots, max(1, size // share)))
+            return rings
+        except OSError as error:
+            log.info("too little shared memory for a stage: %s", error)
+            for ring in rings:
+                ring.close()
+    return []
 
 
 def _exit_text(code: int) -> str:

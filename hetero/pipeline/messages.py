@@ -2,12 +2,15 @@
 
 OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "width": n_embd}
 PROGRESS  {"bytes": loaded since the last one}
-OPENED    {"memory": {purpose: bytes}, "width": columns of a result}
+OPENED    {"memory": {purpose: bytes}}
 STEP      {"step": id, "groups": G, "hidden": bool}; arrays as in step_arrays
-RESULT    {"step": id, "argmax": bool, "graph_seconds": s}; arrays: rows f4 [n, width], argmax i4 [n]
-FAILED    {"text": one line}, to OPEN or STEP
+RESULT    {"step": id, "argmax": bool, "graph_seconds": s, "counters": {name: count since the start}};
+              arrays: rows f4 [n, width], argmax i4 [n]
+FAILED    {"text": one line}, to OPEN, STEP or CHECK
 LOG       {"text": one line, "fatal": bool}, at any time
-PING PONG CLOSE  {}
+PING PONG     {}: the process lives, whatever it is doing
+CHECK CHECKED {}: the device lives, as StageBackend.check has it
+CLOSE         {}
 """
 
 from __future__ import annotations
@@ -144,11 +147,19 @@ def result_of(message: Message, rows: int, width: int) -> tuple[np.ndarray, np.n
     return arrays[0], arrays[1] if with_argmax else None, float(seconds or 0.0)
 
 
+def counts_of(message: Message, name: str) -> dict[str, int]:
+    """A field of the header that maps names to counts, such as "memory". Raises WireError."""
+    counts = message.header.get(name)
+    if not isinstance(counts, dict) or not all(type(n) is int for n in counts.values()):
+        raise WireError(f"{name} is no table of counts")
+    return counts
+
+
 def largest_step(spec: StageSpec, width: int) -> int:
     """Bytes that the payload of any STEP of at most `max_logits` sequences fits in."""
     groups, tokens, sequences = len(spec.num_blocks), spec.max_tokens, spec.max_logits
     tables = 4 * groups * sequences * max(spec.num_blocks, default=0)
-    copies = 12 * 2 * sequences * groups
+    copies = 12 * sum(spec.num_blocks)  # each to a block of its own
     vectors = 4 * tokens * (2 + groups) + 4 * (3 * sequences + 1)
     hidden = 0 if spec.first == 0 else 4 * tokens * width
     return tables + copies + vectors + hidden + ALIGNMENT * (_PER_STEP + 2 * groups + 1)

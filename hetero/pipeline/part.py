@@ -7,7 +7,8 @@ SHA-256 names it: a worker that has a file of that name need not be sent it.
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
+from weakref import WeakKeyDictionary
 
 import numpy as np
 
@@ -17,6 +18,8 @@ from quant.gguf import GGUFFile
 from quant.gguf_writer import gguf_head, padded
 
 CHUNK = 4 << 20  # bytes per message
+# of parts of open files: a connection that comes back is not to read all weights again
+_hashes: WeakKeyDictionary[GGUFFile, dict[tuple[int, int], str]] = WeakKeyDictionary()
 
 
 class ModelPart:
@@ -31,7 +34,7 @@ class ModelPart:
         metadata = {k: v for k, v in gguf.metadata.items() if k in keys or k.startswith(prefix)}
         self._head = gguf_head(metadata | {VOCABULARY_KEY: config.n_vocab}, self._infos)
         self.nbytes = len(self._head) + sum(padded(i.nbytes) for i in self._infos)
-        self._sha256: str | None = None
+        self._layers = (first, last)
 
     def chunks(self) -> Iterator[np.ndarray]:
         """The file, as uint8 arrays of at most CHUNK bytes; views of the model where they can be."""
@@ -43,13 +46,12 @@ class ModelPart:
             if padded(info.nbytes) > info.nbytes:
                 yield np.zeros(padded(info.nbytes) - info.nbytes, np.uint8)
 
-    def sha256(self, progress: Callable[[int], None] | None = None) -> str:
-        """Of the file, in hexadecimal. Reads all its weights once; `progress` gets bytes done since."""
-        if self._sha256 is None:
+    def sha256(self) -> str:
+        """Of the file, in hexadecimal. Reads all its weights the first time."""
+        known = _hashes.setdefault(self._gguf, {})
+        if self._layers not in known:
             digest = hashlib.sha256()
             for chunk in self.chunks():
                 digest.update(chunk.data)
-                if progress is not None:
-                    progress(len(chunk))
-            self._sha256 = digest.hexdigest()
-        return self._sha256
+            known[self._layers] = digest.hexdigest()
+        return known[self._layers]

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import secrets
 import threading
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import Connection
@@ -58,7 +59,8 @@ class Ring:
         self.slots, self.slot_bytes = slots, -(-slot_bytes // SLOT_ALIGNMENT) * SLOT_ALIGNMENT
         size = self.slots * self.slot_bytes
         self._linked = name is None
-        self._segment = _Segment(name, create=name is None, size=size)
+        own = f"hetero_{os.getpid()}_{secrets.token_hex(4)}"  # no longer than macOS allows
+        self._segment = _Segment(name or own, create=name is None, size=size)
         try:
             if name is None:
                 _commit(self._segment.name, size)

@@ -22,6 +22,7 @@ from backends.ggml.devices import DeviceError
 from backends.ggml.endpoint import split_address
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageSpec
+from hetero import __version__
 from hetero.config import format_size
 from hetero.pipeline import handshake
 from hetero.pipeline.channel import ChannelClosed, Kind, Message, WireError
@@ -100,8 +101,13 @@ def connect(address: str, secret: bytes) -> tuple[SocketChannel, list[DeviceInfo
         raise DeviceError(f"worker {address}: {one_line(error)}") from None
     try:
         with _explained(address):
-            hello = _expect(channel, Kind.HELLO)
-            return channel, _devices(hello.header)
+            hello = _expect(channel, Kind.HELLO).header
+            if hello.get("version") != __version__:
+                raise DeviceError(
+                    f"it runs hetero {one_line(hello.get('version'))[:20]}, this is {__version__}; "
+                    "both ends must be the same version"
+                )
+            return channel, _devices(hello)
     except BaseException:
         channel.close()
         raise

@@ -62,6 +62,11 @@ class Runner:
         """How often each stage was lost and came back."""
         return tuple(b.restarts if isinstance(b, Supervised) else 0 for b in self.backends)
 
+    @property
+    def counters(self) -> tuple[dict[str, int], ...]:
+        """StageBackend.counters of each stage."""
+        return tuple(b.counters() for b in self.backends)
+
     def acknowledge(self) -> None:
         """Say that nothing computed so far is relied on any more. A lost stage becomes available only after
         it. No step may be in flight."""

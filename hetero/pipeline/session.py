@@ -33,8 +33,7 @@ from hetero.worker.cache import CacheError, PartCache
 from quant.gguf import GGUFFile, open_gguf
 
 MAX_CHUNK = 4 << 20  # bytes of a model in one message
-IDLE_SECONDS = 60.0  # while a stage is prepared
-SILENCE_SECONDS = 15.0  # once it is open; the other end sends at least a PING each second
+IDLE_SECONDS = 60.0  # a server that says nothing for so long has gone; usually it sends a PING each second
 BEAT_SECONDS = 1.0
 KV_ITEM_BYTES = 2  # f16
 _log = logging.getLogger("hetero.worker")
@@ -52,7 +51,7 @@ def run(
     logging.basicConfig(level=options["log_level"], format="%(levelname)s %(name)s: %(message)s")
     os.environ["GGML_NO_BACKTRACE"] = "1"  # it would start a debugger
     parent = Parent(control)
-    channel = SessionChannel(sock, keys, MAX_CHUNK, idle_seconds=IDLE_SECONDS)
+    channel = SessionChannel(sock, keys, MAX_CHUNK, IDLE_SECONDS)
     try:
         _serve(channel, parent, options, peer)
     except (WireError, ChannelClosed) as error:
@@ -75,9 +74,11 @@ class SessionChannel(SocketChannel):
     checks and is being computed from.
     """
 
-    allowed: int | None = None
-    under_way = 0
-    _counting = threading.Lock()
+    def __init__(self, sock: socket.socket, keys: SessionKeys, max_payload: int, idle_seconds: float):
+        super().__init__(sock, keys, max_payload, idle_seconds=idle_seconds)
+        self.allowed: int | None = None
+        self.under_way = 0
+        self._counting = threading.Lock()
 
     def receive(self, timeout: float | None = None) -> Message | None:
         """See Channel. Raises WireError for one message too many."""
@@ -93,7 +94,7 @@ class SessionChannel(SocketChannel):
 
     def send(self, kind: Kind, header: dict[str, Any], arrays: Sequence[np.ndarray] = ()) -> None:
         """See Channel."""
-        if kind in (Kind.OPENED, Kind.RESULT, Kind.FAILED):
+        if kind in (Kind.OPENED, Kind.RESULT, Kind.CHECKED, Kind.FAILED):
             with self._counting:
                 self.under_way -= 1
         super().send(kind, header, arrays)
@@ -186,8 +187,8 @@ class Opener:
         opened = open_device(DeviceSpec(name, asked.device_id, threads))  # never one behind another address
         stage = GgmlStage(gguf, config, opened, spec, report)
         channel = self._channel
-        channel.max_payload, channel.idle_seconds = largest_step(spec, config.n_embd), SILENCE_SECONDS
-        channel.allowed = channel.keep = spec.depth + 1
+        channel.max_payload, channel.allowed = largest_step(spec, config.n_embd), spec.depth + 1
+        channel.keep = channel.allowed
         return stage
 
 
@@ -236,6 +237,7 @@ def _expect(channel: SessionChannel, kind: Kind) -> Message:
     if message is None:
         raise ChannelClosed(f"nothing came for {IDLE_SECONDS:.0f} s")
     if message.kind == Kind.CLOSE:
+        channel.ended_cleanly = True
         raise ChannelClosed("closed by the other end")
     if message.kind != kind:
         raise WireError(f"{message.kind.name} where {kind.name} was due")

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
 from typing import Protocol
 
@@ -44,6 +45,8 @@ class Supervised:
         self._lock = threading.Lock()
         self._stage: CheckedStage | None = factory()
         self._current: CheckedStage | None = self._stage  # the step in flight is its
+        self._lost: CheckedStage | None = None  # to be closed, which a step should not wait for
+        self._counters: Counter[str] = Counter()  # of the stages that were lost
         self._memory = self._stage.memory()
         self._reason: str | None = None
         self._acknowledged = True
@@ -101,6 +104,20 @@ class Supervised:
     def memory(self) -> dict[str, int]:
         return dict(self._memory)
 
+    def counters(self) -> dict[str, int]:
+        """Over all stages so far."""
+        with self._lock:
+            now = Counter({} if self._stage is None else self._stage.counters())
+            return dict(now + self._counters)
+
+    def check(self) -> None:
+        """See base.StageBackend."""
+        with self._lock:
+            stage, reason = self._stage, self._reason
+        if stage is None or reason is not None:
+            raise StageLost(reason or f"device {self.label} is closed")
+        stage.check()
+
     def close(self) -> None:
         """No step may be in flight. Idempotent."""
         self._closing.set()
@@ -110,10 +127,12 @@ class Supervised:
             stage, self._stage, self._current = self._stage, None, None
         if stage is not None:
             stage.close()
+        self._free_lost()
 
     def check_invariants(self) -> None:
         with self._lock:
             assert self._reason is not None or self._acknowledged
+            assert self._lost is None or self._lost is not self._stage
             assert self._reason is not None or self._stage is not None or self._closing.is_set()
 
     def _lose(self, stage: CheckedStage, error: StageLost) -> None:
@@ -121,6 +140,8 @@ class Supervised:
             if self._stage is not stage:
                 return  # known already
             self._stage, self._reason, self._acknowledged = None, str(error), False
+            self._lost = stage
+            self._counters.update(stage.counters())
             if time.monotonic() - self._since > STEADY_SECONDS:
                 self._attempts = 0
         log.error("%s; starting it again", error)
@@ -128,11 +149,9 @@ class Supervised:
         self.on_change()
 
     def _watch(self) -> None:
-        lost: CheckedStage | None = None  # to be freed
         while not self._closing.is_set():
             stage = self._stage
             if stage is not None:
-                lost = stage
                 try:
                     stage.check()
                 except StageLost as error:
@@ -141,13 +160,17 @@ class Supervised:
                 self._wake.wait(CHECK_SECONDS)
                 self._wake.clear()
             else:
-                if lost is not None:
-                    _close(lost)
-                    lost = None
+                self._free_lost()
                 pause = BACKOFF[min(self._attempts, len(BACKOFF) - 1)]
                 self._attempts += 1
                 if not self._closing.wait(pause):
                     self._reopen()
+
+    def _free_lost(self) -> None:
+        with self._lock:
+            stage, self._lost = self._lost, None
+        if stage is not None:
+            _close(stage)
 
     def _reopen(self) -> None:
         try:

@@ -39,7 +39,8 @@ from hetero.pipeline.handshake import MAGIC, SessionKeys
 
 PREFIX = struct.Struct("<4sIQ")
 MAC_BYTES = 16
-STALL_SECONDS = 20.0  # a frame that has begun must go on
+SEND_SECONDS = 20.0  # the other end reads at least a CHUNK in this time, though its disk may be busy
+FRAME_SECONDS = 4.0  # a frame that has begun to come goes on, or the other end has stopped in the middle
 CHUNK = 1 << 16  # bytes that are hashed and handed to the socket at a time
 _COUNT = struct.Struct("<Q")
 
@@ -47,9 +48,9 @@ _COUNT = struct.Struct("<Q")
 class SocketChannel:
     """See channel.Channel. `sock` is a connected socket after its handshake, owned from here on.
 
-    `max_payload` (bytes), `keep` and `idle_seconds` may be changed as soon as it is known what comes. `keep`
-    is how many messages' arrays stay valid side by side. An end that hears nothing for `idle_seconds` while
-    it waits without a limit of its own takes the other one for gone.
+    `max_payload` (bytes) and `keep` may be changed as soon as it is known what comes. `keep` is how many
+    messages' arrays stay valid side by side. An end that hears nothing for `idle_seconds` while it waits
+    without a limit of its own takes the other one for gone.
     """
 
     def __init__(
@@ -60,11 +61,13 @@ class SocketChannel:
         keep: int = 2,
         idle_seconds: float | None = None,
     ):
-        sock.settimeout(STALL_SECONDS)
+        sock.settimeout(SEND_SECONDS)
         sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
         self._sock, self.max_payload, self.keep = sock, max_payload, keep
-        self._keys, self.idle_seconds = keys, idle_seconds
+        self._reading = sock.dup()  # with a time limit of its own
+        self._reading.settimeout(FRAME_SECONDS)
+        self._keys, self._idle_seconds = keys, idle_seconds
         self._sent, self._received = 0, 0  # frames
         self._sending = threading.Lock()
         self._buffers: list[bytearray] = []  # the most recently used one is last
@@ -108,9 +111,9 @@ class SocketChannel:
     def receive(self, timeout: float | None = None) -> Message | None:
         """See Channel. After a WireError the connection is closed."""
         try:
-            if not self._wait(self.idle_seconds if timeout is None else timeout):
+            if not self._wait(self._idle_seconds if timeout is None else timeout):
                 if timeout is None:
-                    raise ConnectionAbortedError(f"nothing came for {self.idle_seconds:.0f} s")
+                    raise ConnectionAbortedError(f"nothing came for {self._idle_seconds:.0f} s")
                 return None
             message = self._read()
         except WireError as error:
@@ -125,7 +128,7 @@ class SocketChannel:
     def _ended(self, error: Exception) -> ChannelClosed:
         why = getattr(error, "strerror", None) or error
         if isinstance(error, TimeoutError):
-            why = f"nothing moved for {STALL_SECONDS:.0f} s"
+            why = "nothing moves any more in the middle of a frame"
         if not self._closed:
             self.failure = f"the connection ended: {why}"
         self.abort()
@@ -136,9 +139,9 @@ class SocketChannel:
         if self._closed:
             raise ConnectionAbortedError("closed on this side")
         if not hasattr(select, "poll"):
-            return bool(select.select([self._sock], [], [], timeout)[0])
+            return bool(select.select([self._reading], [], [], timeout)[0])
         poll = select.poll()
-        poll.register(self._sock, select.POLLIN)
+        poll.register(self._reading, select.POLLIN)
         return bool(poll.poll(None if timeout is None else timeout * 1000))
 
     def _read(self) -> Message:
@@ -184,7 +187,7 @@ class SocketChannel:
     def _fill(self, out: memoryview, mac: hmac.HMAC | None = None) -> None:
         done = 0
         while done < len(out):
-            count = self._sock.recv_into(out[done : done + CHUNK])
+            count = self._reading.recv_into(out[done : done + CHUNK])
             if not count:
                 where = "" if self.ended_cleanly else " in the middle of a frame"
                 raise ConnectionAbortedError(f"the other end closed it{where}")
@@ -204,6 +207,7 @@ class SocketChannel:
     def close(self) -> None:
         """See Channel."""
         self.abort()
+        self._reading.close()
         self._sock.close()
         self._buffers.clear()
 

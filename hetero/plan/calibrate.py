@@ -29,10 +29,10 @@ from hetero.screen import ProgressCallback
 from quant.gguf import GGUFFile
 
 TOKENS = (1, 2, 4, 8, 16, 64)
-CONTEXTS = (128, 1024, 4096)
+CONTEXTS = (128, 1024, 4096)  # and the attention windows in between: there the slope changes
 MOST_ATTENDED = 1 << 16  # tokens that a measured step attends in all; beyond that times are extrapolated
 RUN_BYTES = 48 << 20  # weights of the run of layers: more than a core's own cache
-RUN_LAYERS = (2, 12)
+RUN_LAYERS = (2, 24)
 ROUNDS = 3  # over all points, so that what else the machine does for a moment spoils none of them
 ENOUGH = (1, 0.015)  # a point is done when it ran so often and for so many seconds in a round,
 PLENTY = 0.2  # or for so many seconds, however often
@@ -82,17 +82,22 @@ def shares_memory(choice: DeviceChoice) -> bool:
     return choice.device.kind == "cpu" and not choice.spec.endpoint and not choice.spec.worker
 
 
+def _contexts(config: ModelConfig) -> list[int]:
+    low, high = CONTEXTS[0], CONTEXTS[-1]
+    return sorted({*CONTEXTS, *(w for w in config.layer_windows if w is not None and low < w < high)})
+
+
 def _decoding(contexts: Iterable[int]) -> list[Step]:
     return [(t, x) for t in TOKENS for x in contexts if t * x <= MOST_ATTENDED]
 
 
 def _stages(subject: Subject) -> dict[Layers, list[Step]]:
     """The stages to open, as layers [first, last), and the steps to time on each."""
-    everything = [*_decoding(CONTEXTS), (subject.chunk_tokens, 0)]
+    everything = [*_decoding(_contexts(subject.config)), (subject.chunk_tokens, 0)]
     stages = {_run_of_layers(subject): everything}
-    classes = layer_classes(subject.gguf, subject.config)
-    if max(classes) > 0:
-        stages |= {_example(classes, kind): everything for kind in range(max(classes) + 1)}
+    examples = {layer for layer, _ in _examples(subject)}
+    if len(examples) > 1:
+        stages |= {(layer, layer + 1): everything for layer in examples}
     n_layer = subject.config.n_layer
     for end in ((0, 1), (n_layer - 1, n_layer)):
         stages.setdefault(end, _decoding(CONTEXTS[:1]))
@@ -112,11 +117,29 @@ def _run_of_layers(subject: Subject) -> Layers:
     return first, first + count
 
 
-def _example(classes: Sequence[int], kind: int) -> Layers:
-    """A layer of a class, neither first nor last where there is one."""
-    inner = range(1, len(classes) - 1)
-    layer = next((i for i in inner if classes[i] == kind), classes.index(kind))
-    return layer, layer + 1
+def _examples(subject: Subject) -> list[tuple[int, float]]:
+    """For each class of layers, a layer in the middle of the model and how much more work its own are.
+
+    A class that is found at an end only, where an embedding or output head would be timed with it, has
+    the layer in the middle that is most like it, and the ratio of the weights.
+    """
+    gguf, config = subject.gguf, subject.config
+    classes = layer_classes(gguf, config)
+    sizes = [sum(gguf.tensors[n].nbytes for n in layer_names(config, i)) for i in range(config.n_layer)]
+    inner = range(1, config.n_layer - 1) or range(1)
+    found = []
+    for kind in range(max(classes) + 1):
+        own = classes.index(kind)
+        layer = min(
+            inner,
+            key=lambda i: (
+                classes[i] != kind,
+                config.layer_windows[i] != config.layer_windows[own],
+                abs(sizes[i] - sizes[own]),
+            ),
+        )
+        found.append((layer, sizes[own] / sizes[layer]))
+    return found
 
 
 def _measure(
@@ -146,12 +169,13 @@ def _measure(
 
 
 def _open(subject: Subject, choice: DeviceChoice, first: int, last: int) -> Probe:
-    most = max(t * x for t, x in _decoding(CONTEXTS))
+    contexts = _contexts(subject.config)
+    most = max(t * x for t, x in _decoding(contexts))
     return Probe(
         lambda spec: subject.open_stage(choice, spec),
         subject.config,
         (first, last),
-        (max(TOKENS), max(CONTEXTS), most, subject.chunk_tokens),
+        (max(TOKENS), max(contexts), most, subject.chunk_tokens),
     )
 
 
@@ -202,19 +226,19 @@ def _mean(points: Sequence[Point]) -> Point:
 
 def _tables(subject: Subject, measured: dict[Layers, Points]) -> DeviceTimes:
     """The times of one device, from what its stages took."""
-    classes = layer_classes(subject.gguf, subject.config)
-    kinds, n_layer = range(max(classes) + 1), len(classes)
-    whole = _run_of_layers(subject)
-    run = measured[whole]
-    alone = [measured[_example(classes, kind)] if len(kinds) > 1 else run for kind in kinds]
+    classes, contexts = layer_classes(subject.gguf, subject.config), _contexts(subject.config)
+    examples, n_layer = _examples(subject), len(classes)
+    first, last = _run_of_layers(subject)
+    run = measured[first, last]
+    several = len({layer for layer, _ in examples}) > 1
+
+    def alone(kind: int, step: Step) -> float:
+        layer, ratio = examples[kind]
+        return ratio * (measured[layer, layer + 1][step].graph if several else 1.0)
 
     def layer(kind: int, step: Step) -> float:
         """The run's time, divided among its layers as they take it alone."""
-        return (
-            run[step].graph
-            * alone[kind][step].graph
-            / sum(alone[k][step].graph for k in classes[slice(*whole)])
-        )
+        return run[step].graph * alone(kind, step) / sum(alone(k, step) for k in classes[first:last])
 
     def on_top(end: int) -> Sequence[float]:
         """What the stage of the layer at an end takes beyond that layer."""
@@ -224,10 +248,10 @@ def _tables(subject: Subject, measured: dict[Layers, Points]) -> DeviceTimes:
 
     def over_contexts(kind: int, tokens: int) -> list[float]:
         """What was not measured lies on a line with the last two that were."""
-        values = rising([layer(kind, (tokens, x)) for x in CONTEXTS if (tokens, x) in run])
-        for i in range(len(values), len(CONTEXTS)):
-            slope = (values[i - 1] - values[i - 2]) / (CONTEXTS[i - 1] - CONTEXTS[i - 2])
-            values.append(values[i - 1] + slope * (CONTEXTS[i] - CONTEXTS[i - 1]))
+        values = rising([layer(kind, (tokens, x)) for x in contexts if (tokens, x) in run])
+        for i in range(len(values), len(contexts)):
+            slope = (values[i - 1] - values[i - 2]) / (contexts[i - 1] - contexts[i - 2])
+            values.append(values[i - 1] + slope * (contexts[i] - contexts[i - 1]))
         return values
 
     def decode(kind: int) -> tuple[tuple[float, ...], ...]:
@@ -238,10 +262,10 @@ def _tables(subject: Subject, measured: dict[Layers, Points]) -> DeviceTimes:
     chunk = (subject.chunk_tokens, 0)
     return DeviceTimes(
         tokens=TOKENS,
-        contexts=CONTEXTS,
-        decode=tuple(decode(kind) for kind in kinds),
+        contexts=tuple(contexts),
+        decode=tuple(decode(kind) for kind in range(len(examples))),
         chunk_tokens=subject.chunk_tokens,
-        chunk=tuple(layer(kind, chunk) for kind in kinds),
+        chunk=tuple(layer(kind, chunk) for kind in range(len(examples))),
         embed=tuple(on_top(0)),
         head=tuple(on_top(n_layer - 1)),
         enter=tuple(rising([p.enter for p in plain])),

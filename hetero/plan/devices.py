@@ -163,7 +163,8 @@ def _asked(text: str, devices: Sequence[DeviceInfo], around: Around) -> list[_As
     try:
         behind = around.behind[place](address)
     except DeviceError as exc:
-        raise DeviceError(f"--device {text}: {exc}") from None
+        reason = str(exc).removeprefix(f"{place}={address}: ")
+        raise DeviceError(f"--device {text}: {reason}") from None
     if slash:
         return [replace(_named(text, name, behind, around), place=place, address=address)]
     there = offered(behind)

@@ -24,7 +24,8 @@ def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFac
     """
     token = config.n_head_kv * (config.head_dim_k + config.head_dim_v) * F16_BYTES
     heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
-    row = LIVE_ROWS * (config.n_embd + config.n_ff + heads) * F32_BYTES
+    experts = config.n_expert_used * (config.n_embd + config.n_ff) or config.n_ff
+    row = LIVE_ROWS * (config.n_embd + experts + heads) * F32_BYTES
     sizes = {name: info.nbytes for name, info in gguf.tensors.items()}
     everywhere = sizes.get(ROPE_FACTORS, 0)
     layers = [everywhere] * config.n_layer

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from hetero.plan.planner import Plan
 from hetero.plan.problem import SplitProblem
 from hetero.plan.split import Goal, Part, even_split, memory_split, rate, stage_seconds
-from hetero.plan.times import CONTEXT, costs
+from hetero.plan.times import costs, typical_context
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +45,7 @@ class Forecast:
 def forecast(problem: SplitProblem, plan: Plan, labels: Sequence[str]) -> Forecast:
     """Of a plan whose parts are the stages of `plan`; `labels` are the devices' names."""
     parts = [Part(s.index, *s.layers) for s in plan.stages]
-    context = min(CONTEXT, plan.max_model_len)
+    context = typical_context(plan.max_model_len)
     requests = max(1, min(problem.limits.max_num_seqs, plan.kv_tokens // context))
     goal = Goal("throughput", requests, problem.limits.pipeline_depth)
     return Forecast(
@@ -93,7 +93,7 @@ def _alternatives(
         if list(parts) == list(chosen):
             continue
         made = problem.plan(parts)
-        context = min(CONTEXT, made.max_model_len)
+        context = typical_context(made.max_model_len)
         requests = max(1, min(problem.limits.max_num_seqs, made.kv_tokens // context))
         found.append(
             Alternative(

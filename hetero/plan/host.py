@@ -16,10 +16,7 @@ CORES = Path("/sys/devices/system/cpu")
 
 def usable_cores() -> int:
     """Cores for compute threads: physical ones, of those this process may run on, within a CPU quota."""
-    try:
-        allowed = len(os.sched_getaffinity(0))
-    except AttributeError:  # macOS, Windows
-        allowed = os.cpu_count() or 1
+    allowed = len(allowed_cores()) or os.cpu_count() or 1
     physical = psutil.cpu_count(logical=False) or allowed
     return max(1, min(allowed, physical, cpu_quota() or allowed))
 

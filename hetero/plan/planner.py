@@ -135,6 +135,7 @@ class Plan:
     `kv_tokens` is how many tokens a cache without windows holds: the sum of the contexts that can be
     kept at the same time. `max_model_len` is the longest context of one request. `reasons` explain the
     sizes, `notes` say where the user gets less than asked for. `free_bytes` is of all memories used.
+    `fitting_tokens` is the largest KV cache that these stages have room for, 0 for none at all.
     """
 
     stages: tuple[StagePlan, ...]
@@ -145,6 +146,7 @@ class Plan:
     reasons: tuple[str, ...]
     notes: tuple[str, ...]
     shortages: tuple[Shortage, ...]
+    fitting_tokens: int
 
     @property
     def fits(self) -> bool:
@@ -240,10 +242,11 @@ def make_plan(facts: ModelFacts, places: Sequence[Place], cuts: Sequence[Cut], l
         reasons=tuple(reasons),
         notes=tuple(notes),
         shortages=tuple(_shortages(memories, tokens)),
+        fitting_tokens=_most_tokens(tokens, lambda n: not _shortages(memories, n)),
     )
 
 
-def explain_shortage(plan: Plan, facts: ModelFacts) -> str:
+def explain_shortage(plan: Plan) -> str:
     """One line for the user: how much is missing where, and what to change."""
     parts = []
     for shortage in plan.shortages:
@@ -254,11 +257,12 @@ def explain_shortage(plan: Plan, facts: ModelFacts) -> str:
             f"({format_size(needed)}), {shortage.nbytes} bytes more than can be used of the "
             f"{format_size(free)} that are free"
         )
-    short = [s for s in plan.stages if any(s.device in x.devices for x in plan.shortages)]
-    room = sum({s.device: s.free_bytes for s in short}.values()) * SPARE
     change = "free some memory, take a smaller quantization of the model, or add another --device"
-    if sum(s.weight_bytes + s.compute_bytes for s in short) < room:
-        change = "lower --kv-tokens, --kv-memory or --ctx, or free some memory"
+    if plan.fitting_tokens:
+        change = (
+            f"lower --kv-tokens, --kv-memory or --ctx ({plan.fitting_tokens} tokens of KV cache have room), "
+            "or free some memory"
+        )
     return f"{'; '.join(parts)}; {change}"
 
 

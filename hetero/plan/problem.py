@@ -29,7 +29,7 @@ from hetero.plan.split import (
     memory_split,
     rate,
 )
-from hetero.plan.times import CONTEXT, DeviceTimes, step_costs
+from hetero.plan.times import DeviceTimes, step_costs, typical_context
 
 TRIES = 4  # sizes of the KV cache that are weighed against speed
 
@@ -51,6 +51,7 @@ class SplitProblem:
         self.times, self.classes, self.ordered = tuple(times), tuple(classes), ordered
         self.objective = objective
         self.goal = self.goal_of(limits.max_num_seqs)
+        self.context = typical_context(limits.context(facts))
 
     def goal_of(self, requests: int) -> Goal:
         """What is minimised when so many requests are busy."""
@@ -62,7 +63,7 @@ class SplitProblem:
 
         @cache
         def of(stages: int) -> Costs:
-            return step_costs(self.times, self.classes, goal, stages)
+            return step_costs(self.times, self.classes, goal, stages, self.context)
 
         return of
 
@@ -123,20 +124,19 @@ class SplitProblem:
 
         Each split is judged with as many requests as its KV cache has room for.
         """
-        typical = min(self.limits.context(self.facts), CONTEXT)
 
         def judged(parts: tuple[Part, ...]) -> tuple[float, int]:
             tokens = self.plan(parts).kv_tokens
-            goal = self.goal_of(max(1, min(self.limits.max_num_seqs, tokens // typical)))
+            goal = self.goal_of(max(1, min(self.limits.max_num_seqs, tokens // self.context)))
             return rate(parts, self.costs(goal), goal).score, -tokens
 
         candidates = [first]
         held = self.plan(first).kv_tokens
-        wanted = min(self.limits.most_tokens(self.facts), self.limits.max_num_seqs * typical)
+        wanted = min(self.limits.most_tokens(self.facts), self.limits.max_num_seqs * self.context)
         for _ in range(TRIES):
             if wanted <= held:
                 break
-            goal = self.goal_of(max(1, wanted // typical))
+            goal = self.goal_of(max(1, wanted // self.context))
             parts = self._best(wanted // BLOCK_SIZE * BLOCK_SIZE, goal)
             if parts is not None:
                 candidates.append(parts)

@@ -52,7 +52,7 @@ def _with(parts: Sequence[Part], device: int) -> list[tuple[Part, ...]]:
 
 
 def _cut(problem: SplitProblem, parts: Sequence[Part], index: int, tokens: int, labels: Sequence[str]) -> str:
-    """What keeps the end of stage `index` from moving by a layer: memory where speed asks for it, else speed."""
+    """What keeps the end of stage `index` from moving by a layer: memory, where speed wants it, or speed."""
     costs, memory = problem.costs(problem.goal), problem.memory(tokens)
     now, already = rate(parts, costs, problem.goal), overfull(parts, memory)
     slower, full = [], []

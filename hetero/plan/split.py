@@ -138,8 +138,15 @@ def best_split(costs: CostsOf, memory: Memory, goal: Goal, ordered: bool) -> Spl
 
 def can_place(memory: Memory, ordered: bool) -> bool:
     """Whether some split fits; quicker than finding the best."""
-    zero = np.zeros(len(memory.limits))
-    nothing = Costs(np.zeros((len(zero), len(memory.layers))), zero, zero, zero, zero)
+    devices, layers = len(memory.limits), len(memory.layers)
+    if len(set(memory.pools)) == devices:  # then one sweep over all sets of devices can tell
+        most = min(devices, layers)
+        if ordered and devices > layers:
+            return False
+        width = np.tri(layers + 1, dtype=bool)
+        return _Sweep(np.where(_fits(memory) & ~width, 0.0, np.inf), most, ordered).feasible()
+    zero = np.zeros(devices)
+    nothing = Costs(np.zeros((devices, layers)), zero, zero, zero, zero)
     return best_split(lambda stages: nothing, memory, Goal("latency", 1), ordered) is not None
 
 
@@ -250,6 +257,12 @@ class _Sweep:
             self._masks = [m for m in range(1, 1 << devices) if m.bit_count() <= stages]
         self._ends = [m for m in self._masks if m.bit_count() == stages]
 
+    def feasible(self) -> bool:
+        """Whether the layers find room on so many devices, or on fewer where these may be left out."""
+        best, _ = self._run(self._table, np.maximum)
+        masks = self._ends if self._ordered else self._masks
+        return any(np.isfinite(best[mask][-1]) for mask in masks)
+
     def minimise(self, goal: Goal, best: Split | None) -> Split | None:
         """The split with the least score, or `best` when none beats it by more than SLACK.
 
@@ -273,7 +286,7 @@ class _Sweep:
         add(low, max(quick[1]), sum(quick[1]))
         while open_intervals and open_intervals[0][0] < best.score * (1 - SLACK):
             _, lower, upper, least = heapq.heappop(open_intervals)
-            middle = (lower * upper) ** 0.5
+            middle = (lower * upper) ** 0.5 or upper / 2
             parts, seconds = self._least_sum(middle)
             split = Split(parts, seconds, goal.score(self._stages, max(seconds), sum(seconds)))
             best = min(best, split, key=lambda s: s.score)

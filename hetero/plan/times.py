@@ -10,7 +10,7 @@ import numpy as np
 
 from hetero.plan.split import Costs, Goal
 
-CONTEXT = 1024  # tokens that a request is expected to have when the split is chosen
+CONTEXT = 1024  # tokens that a request is expected to have at most, on the average of its life
 PROMPT_SHARE = 0.5  # prompt tokens computed for each token generated (cached prefixes are not computed)
 
 Row = tuple[float, ...]
@@ -114,9 +114,16 @@ def costs(
     return Costs(layers, first, last, enter, leave)
 
 
-def step_costs(times: Sequence[DeviceTimes], classes: Sequence[int], goal: Goal, stages: int) -> Costs:
+def typical_context(longest: int) -> int:
+    """Tokens of context that a split is judged at, where requests can have up to `longest`: half of it."""
+    return max(1, min(CONTEXT, longest // 2))
+
+
+def step_costs(
+    times: Sequence[DeviceTimes], classes: Sequence[int], goal: Goal, stages: int, context: int
+) -> Costs:
     """What a split into `stages` stages is judged by: a micro-batch of decoding with its share of prompts."""
-    return costs(times, classes, goal.batch(stages), CONTEXT, PROMPT_SHARE)
+    return costs(times, classes, goal.batch(stages), context, PROMPT_SHARE)
 
 
-__all__ = ["CONTEXT", "PROMPT_SHARE", "DeviceTimes", "costs", "step_costs", "times_from_json"]
+__all__ = ["DeviceTimes", "costs", "step_costs", "times_from_json", "typical_context"]

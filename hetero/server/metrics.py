@@ -41,6 +41,10 @@ STAGE_COUNTERS = (  # attributes of StageTotals
     ("hetero_stage_bytes_out", "bytes_out", "Bytes of hidden rows or logits that came from a stage."),
     ("hetero_stage_restarts", "restarts", "How often a stage was started again after it was lost."),
 )
+ATTENDED = (  # StageTotals.counters, the value of the label "way"
+    ("attended_in_place", "in place"),
+    ("attended_gathered", "gathered"),
+)
 HISTOGRAMS = (
     ("hetero_time_to_first_token_seconds", "ttft", "From a request's arrival to its first token."),
     ("hetero_inter_token_seconds", "inter_token", "Between two tokens of a request."),
@@ -66,6 +70,7 @@ class EngineCollector:
             for index, totals in enumerate(stats.stages):
                 family.add_metric([str(index)], getattr(totals, attribute))
             yield family
+        yield from self._stage_shares(stats)
         blocks = GaugeMetricFamily("hetero_kv_blocks", "KV blocks of a group's pool.", labels=["group"])
         free = GaugeMetricFamily(
             "hetero_kv_blocks_free", "KV blocks that could be taken now.", labels=["group"]
@@ -87,6 +92,24 @@ class EngineCollector:
         )
         for name, attribute, text in HISTOGRAMS:
             yield _histogram(name, text, getattr(stats, attribute))
+
+    def _stage_shares(self, stats: Any) -> Iterator[Metric]:
+        busy = GaugeMetricFamily(
+            "hetero_stage_busy_fraction", "Part of all step time that a stage had a step.", labels=["stage"]
+        )
+        attended = CounterMetricFamily(
+            "hetero_stage_attended",
+            "Parts of steps by how their KV was read, on devices without a kernel for block tables.",
+            labels=["stage", "way"],
+        )
+        for index, totals in enumerate(stats.stages):
+            seconds = stats.step_seconds
+            busy.add_metric([str(index)], min(1.0, totals.busy_seconds / seconds) if seconds else 0.0)
+            for counter, way in ATTENDED:
+                if counter in totals.counters:
+                    attended.add_metric([str(index), way], totals.counters[counter])
+        yield busy
+        yield attended
 
 
 def _histogram(name: str, text: str, values: Any) -> Metric:

@@ -6,6 +6,7 @@ import contextlib
 import hashlib
 import os
 import re
+import secrets
 import shutil
 import time
 from pathlib import Path
@@ -97,7 +98,7 @@ class Incoming:
 
     def __init__(self, path: Path, sha256: str, size: int):
         self._path, self._sha256, self._left = path, sha256, size
-        self._part = path.with_name(f"{sha256}.{os.getpid()}.part")
+        self._part = path.with_name(f"{sha256}.{secrets.token_hex(8)}.part")
         self._digest = hashlib.sha256()
         try:
             self._file = self._part.open("wb")

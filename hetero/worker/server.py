@@ -28,6 +28,7 @@ from hetero.worker.secret import Secret
 MAX_HANDSHAKES = 16  # connections that have proved nothing yet; more are closed at once
 MAX_SESSIONS = 32
 SILENCE_SECONDS = 10.0  # a child that gives no sign of life for so long is ended
+START_SECONDS = 60.0  # the same before its first one
 RELEASE_SECONDS = 3.0  # a device that is held is waited for: its holder may be about to end
 _log = logging.getLogger("hetero.worker")
 
@@ -142,12 +143,13 @@ class Worker:
 
     def _attend(self, session: Session) -> None:
         """Answer a child until it ends, and end it when it gives no sign of life."""
-        reason = "the connection ended"
+        reason, patience = "the connection ended", START_SECONDS
         try:
             while True:
-                if not session.control.poll(SILENCE_SECONDS):
-                    reason = f"ended, its process gave no sign of life for {SILENCE_SECONDS:.0f} s"
+                if not session.control.poll(patience):
+                    reason = f"ended, its process gave no sign of life for {patience:.0f} s"
                     break
+                patience = SILENCE_SECONDS
                 asked = json.loads(session.control.recv_bytes(1 << 16))
                 if "claim" in asked:
                     session.control.send_bytes(json.dumps(self._claim(session, str(asked["claim"]))).encode())

@@ -3,7 +3,7 @@
     python -m tests.bench.blocks
 
 Scheduler and KV cache without a model. Each user holds conversations of several turns that begin with the
-same system prompt, and waits for the answer before the next turn.
+same system prompt, or with one of their own, and waits for the answer before the next turn.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from hetero.sampling.params import SamplingParams
 from hetero.scheduler import Scheduler
 
 BLOCK_SIZE = 16
-SYSTEM = [7] * 300
+SYSTEM = 300  # tokens
 
 
 @dataclass
@@ -49,6 +49,7 @@ class Counts:
 class User:
     rng: random.Random
     context: int
+    system: list[int]
     history: list[int] = field(default_factory=list)
     turns: int = 0
 
@@ -57,20 +58,27 @@ class User:
         message = [self.rng.randrange(1000) for _ in range(self.rng.randint(20, 200))]
         answer = self.rng.randint(20, 400)
         if not self.turns or len(self.history) + len(message) + answer >= self.context:
-            self.history, self.turns = list(SYSTEM), self.rng.randint(3, 8)
+            self.history, self.turns = list(self.system), self.rng.randint(3, 8)
         self.turns -= 1
         self.history = self.history + message
         return self.history, answer
 
 
 def simulate(
-    users: int, num_blocks: int, requests: int, context: int, window: int | None = None, seed: int = 1
+    users: int,
+    num_blocks: int,
+    requests: int,
+    context: int,
+    window: int | None = None,
+    shared: bool = True,
+    in_place: int = 4,
+    seed: int = 1,
 ) -> Counts:
     """Run so many requests to their end."""
     rng = random.Random(seed)
-    kv = KVManager([KVGroup((0,), window, num_blocks)], BLOCK_SIZE)
+    kv = KVManager([KVGroup((0,), window, num_blocks)], BLOCK_SIZE, in_place)
     scheduler = Scheduler(kv, users, 512, context, 1)
-    people = {i: User(random.Random(seed + i), context) for i in range(users)}
+    people = {i: User(random.Random(seed + i), context, [7 if shared else i] * SYSTEM) for i in range(users)}
     live: dict[str, tuple[int, int]] = {}
     counts, sent = Counts(), 0
     idle = list(people)
@@ -101,20 +109,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--requests", type=int, default=400)
     args = parser.parse_args()
-    print("users  pool tokens  window   in one piece   in place   us/token of scheduling")
-    for users, context, pool, window in (
-        (1, 4096, 4096, None),
-        (1, 4096, 32768, None),
-        (1, 4096, 2048, 512),
-        (16, 4096, 32768, None),
-        (16, 4096, 65536, None),
-        (16, 4096, 262144, None),
-        (16, 4096, 16384, 512),
+    print("users  pool tokens  window  shared   in one piece   in place   us/token of scheduling")
+    for users, pool, window, shared in (
+        (1, 4096, None, True),
+        (1, 8192, None, True),
+        (1, 32768, None, True),
+        (1, 2048, 512, True),
+        (4, 32768, None, True),
+        (4, 32768, None, False),
+        (16, 65536, None, True),
+        (16, 65536, None, False),
+        (16, 262144, None, False),
+        (16, 16384, 512, False),
     ):
-        c = simulate(users, pool // BLOCK_SIZE + 1, args.requests, context, window)
+        c = simulate(users, pool // BLOCK_SIZE + 1, args.requests, 4096, window, shared)
         print(
-            f"{users:5}  {pool:11}  {window or '-':>6}  {c.in_row / c.tokens:12.1%}  "
-            f"{c.in_place / c.tokens:9.1%}   {1e6 * c.seconds / c.tokens:8.1f}"
+            f"{users:5}  {pool:11}  {window or '-':>6}  {'yes' if shared else 'no':>6}  "
+            f"{c.in_row / c.tokens:12.1%}  {c.in_place / c.tokens:9.1%}   {1e6 * c.seconds / c.tokens:8.1f}"
         )
 
 

@@ -1,22 +1,37 @@
-"""What a stage in a child process costs: python tests/bench/hop.py [--model GGUF] [--threads N]
+"""What a stage elsewhere costs: tests/bench/hop.py [--model GGUF] [--threads N] [--worker] [--rpc ADDR]
 
-Decodes with the same stage in this process and in a child, in turns, and prints the median milliseconds of
-a step, what of it no device computed, and the difference: the cost of a hop to a child and back.
+Decodes with the same stage in this process and in a child, in turns, with --worker also on a `hetero worker`
+over loopback, with --rpc on llama.cpp's rpc-server, and prints the median milliseconds of
+a step, what of it no device computed, and the difference: the cost of a hop there and back.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.resources
+import json
+import os
+import secrets
 import statistics
+import subprocess
 import sys
+import tempfile
 import time
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 
-sys.path[:0] = [str(Path(__file__).resolve().parents[2])]
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT)]
+
+if TYPE_CHECKING:
+    from backends.base import DeviceSpec
+    from backends.ggml.stage import StageSpec
+    from hetero.pipeline.remote import RemoteStage
 
 ROUNDS, STEPS, CONTEXT, BLOCK = 5, 60, 128, 16
 
@@ -54,6 +69,42 @@ def run(stage, sequences: int) -> list[tuple[float, float]]:
     return out
 
 
+@contextlib.contextmanager
+def on_worker(model: Path, spec: StageSpec, device: DeviceSpec) -> Iterator[RemoteStage]:
+    """The stage on a worker of this machine, which ends with the block."""
+    from backends.ggml.models.config import read_config
+    from hetero.pipeline.part import ModelPart
+    from hetero.pipeline.remote import RemoteStage
+    from quant.gguf import open_gguf
+
+    secret = secrets.token_hex()
+    with tempfile.TemporaryDirectory() as folder:
+        process = subprocess.Popen(
+            [
+                sys.executable,
+                "-m",
+                "cli",
+                "worker",
+                "--listen",
+                "127.0.0.1:0",
+                "--json",
+                "--cache-dir",
+                folder,
+            ],
+            cwd=ROOT,
+            env={**os.environ, "HETERO_WORKER_SECRET": secret},
+            stdout=subprocess.PIPE,
+        )
+        assert process.stdout is not None
+        (address,) = json.loads(process.stdout.readline())["listening"]
+        gguf = open_gguf(model)
+        config = read_config(gguf)
+        part = ModelPart(gguf, config, spec.first, spec.last)
+        yield RemoteStage(part, config, replace(device, worker=address), spec, secret.encode())
+        process.terminate()
+        process.wait()
+
+
 def main() -> None:
     from backends.base import DeviceSpec
     from backends.ggml.devices import open_device
@@ -66,6 +117,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
     parser.add_argument("--model", type=Path, default=Path(str(packaged)))
     parser.add_argument("--threads", type=int, default=0, help="0: one per core")
+    parser.add_argument("--worker", action="store_true", help="start a worker, and measure it too")
+    parser.add_argument("--rpc", metavar="HOST:PORT", help="an rpc-server that runs")
     arguments = parser.parse_args()
     config = read_config(open_gguf(arguments.model))
     groups = dict.fromkeys(range(config.n_layer), 0)
@@ -78,6 +131,13 @@ def main() -> None:
             arguments.model, config, device, replace(spec), shared_memory=False
         ),
     }
+    started = contextlib.ExitStack()
+    if arguments.worker:
+        stages["worker"] = started.enter_context(on_worker(arguments.model, spec, device))
+    if arguments.rpc:
+        stages["rpc-server"] = IsolatedStage(
+            arguments.model, config, DeviceSpec("RPC0", endpoint=arguments.rpc), spec
+        )
     print(f"{'sequences':>9}  {'stage':22}{'ms/step':>9}{'outside':>9}{'hop':>8}")
     for sequences in (1, 16):
         rows: dict[str, list[tuple[float, float]]] = {name: [] for name in stages}
@@ -91,6 +151,7 @@ def main() -> None:
             print(f"{sequences:9}  {name:22}{wall:9.3f}{outside:9.3f}{outside - base:8.3f}")
     for stage in stages.values():
         stage.close()
+    started.close()
 
 
 if __name__ == "__main__":

@@ -1,79 +1,47 @@
-"""Stages in child processes: the same bits as in this process, and what happens when a child goes away.
-
-HETERO_TEST_SCALE=full kills and stops children 50 times instead of 6.
-"""
+"""Stages in child processes: the same bits as in this process, and errors that stay in the child."""
 
 from __future__ import annotations
 
 import logging
-import multiprocessing
 import os
-import random
 import signal
 import subprocess
 import sys
 import threading
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import replace
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import psutil
 import pytest
-from engine.driver import BLOCK, Driver
+from engine.driver import Driver
+from isolated_tools import (
+    MAX_TOKENS,
+    NUM_BLOCKS,
+    ONE_THREAD,
+    gone,
+    isolate,
+    posix,
+    segments,
+    spec_of,
+    until,
+)
 from tiny_models import tiny_model
 
 from backends.base import DeviceSpec, StageLost
 from backends.ggml.devices import DeviceError, open_device
 from backends.ggml.models.config import read_config
-from backends.ggml.stage import GgmlStage, StageError, StageSpec
-from hetero.engine import Engine
-from hetero.kv.groups import KVGroup
-from hetero.kv.manager import KVManager
-from hetero.pipeline import child, isolated, pipe, supervise
+from backends.ggml.stage import GgmlStage, StageError
+from hetero.pipeline import child, isolated, pipe
 from hetero.pipeline.channel import Kind
 from hetero.pipeline.isolated import IsolatedStage
-from hetero.pipeline.runner import Runner
-from hetero.pipeline.supervise import Supervised
-from hetero.request import FinishReason, OutputDelta, Request
-from hetero.sampling.params import SamplingParams
-from hetero.sampling.sampler import Sampler
-from hetero.scheduler import Scheduler
-from hetero.text.tokenizer import Tokenizer
 from quant.gguf import open_gguf
-
-ACCIDENTS = 50 if os.environ.get("HETERO_TEST_SCALE") == "full" else 6
-NUM_BLOCKS, MAX_TOKENS, MAX_SEQS = 200, 64, 8
-ONE_THREAD = DeviceSpec("CPU", threads=1)
-posix = pytest.mark.skipif(sys.platform == "win32", reason="Windows cannot stop a process")
 
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_model(tmp_path_factory.mktemp("isolated") / "tiny.gguf", n_layers=4)
-
-
-def spec_of(path: Path, first: int = 0, last: int | None = None, depth: int = 1) -> StageSpec:
-    n_layer = read_config(open_gguf(path)).n_layer
-    group_of = dict.fromkeys(range(n_layer), 0)
-    return StageSpec(first, last or n_layer, group_of, (NUM_BLOCKS,), MAX_TOKENS, MAX_TOKENS, depth)
-
-
-def isolate(path: Path, spec: StageSpec, device: DeviceSpec = ONE_THREAD, **options) -> IsolatedStage:
-    return IsolatedStage(path, read_config(open_gguf(path)), device, spec, **options)
-
-
-def segments() -> set[str]:
-    folder = Path("/dev/shm")
-    return {p.name for p in folder.iterdir() if p.name.startswith("psm_")} if folder.exists() else set()
-
-
-def until(condition: Callable[[], object], seconds: float = 60) -> None:
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end
-        time.sleep(0.01)
 
 
 # -- the same bits ---------------------------------------------------------------------------------
@@ -92,11 +60,10 @@ def greedy(driver: Driver, prompt: list[int], count: int) -> tuple[list[int], np
 
 @pytest.mark.parametrize("shared_memory", [True, False], ids=["shared", "bytes"])
 def test_the_same_bits_as_in_this_process(smollm2_path: Path, shared_memory: bool) -> None:
-    before = segments()
     driver = Driver(smollm2_path, num_blocks=40, threads=1)
     prompt = list(range(1000, 1040))
     tokens, logits = greedy(driver, prompt, 12)
-    spec, memory = driver.stage.spec, driver.stage.memory()
+    spec, memory, counters = driver.stage.spec, driver.stage.memory(), driver.stage.counters()
     driver.close()
     loaded: list[int] = []
     stage = isolate(smollm2_path, spec, progress=loaded.append, shared_memory=shared_memory)
@@ -104,10 +71,10 @@ def test_the_same_bits_as_in_this_process(smollm2_path: Path, shared_memory: boo
         assert bool(stage._rings) is shared_memory
         assert stage.memory() == memory and sum(loaded) > 50e6
         driver.stage = stage  # type: ignore[assignment]
-        assert segments() == before, "the names are gone as soon as both ends have the memory"
+        assert not segments(), "the names are gone as soon as both ends have the memory"
         again, rows = greedy(driver, prompt, 12)
         assert again == tokens and np.array_equal(rows, logits)
-        assert stage.argmax is not None and stage.graph_seconds > 0
+        assert stage.argmax is not None and stage.graph_seconds > 0 and stage.counters() == counters
         stage.check()
         stage.check_invariants()
     finally:
@@ -149,19 +116,26 @@ class InARow:
         return out
 
 
-def test_too_little_shared_memory(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    before, calls = segments(), []
+@pytest.mark.parametrize(("room", "slots"), [(1 << 20, 2), (100_000, 2), (0, 0)], ids=["all", "less", "none"])
+def test_too_little_shared_memory(
+    model: Path, monkeypatch: pytest.MonkeyPatch, room: int, slots: int
+) -> None:
+    """What does not fit goes through the pipe, here 40 rows of logits where there is less or none."""
 
-    def full(name: str, size: int) -> None:
-        calls.append(size)
-        if len(calls) == 2:
+    def commit(name: str, size: int) -> None:
+        if size > room:
             raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(pipe, "_commit", full)
-    stage = isolate(model, spec_of(model))
+    monkeypatch.setattr(pipe, "_commit", commit)
+    stage, driver = isolate(model, spec_of(model)), Driver(model, num_blocks=NUM_BLOCKS, threads=1)
     try:
-        assert len(calls) == 2 and not stage._rings and segments() == before
-        stage.check()
+        assert len(stage._rings) == slots and not segments()
+        fits = bool(slots) and stage._rings[1].slot_bytes >= 40 * 4 * stage.width
+        assert fits == (room == 1 << 20)
+        expected = driver.step([([1, 2, 3], 0, range(3, 43))])[0]
+        driver.close()
+        driver.stage = stage  # type: ignore[assignment]
+        assert np.array_equal(driver.step([([1, 2, 3], 0, range(3, 43))])[0], expected)
     finally:
         stage.close()
 
@@ -169,10 +143,10 @@ def test_too_little_shared_memory(model: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_shared_memory_is_not_promised_beyond_what_there_is(monkeypatch: pytest.MonkeyPatch) -> None:
     if not Path("/dev/shm").exists() or not hasattr(os, "posix_fallocate"):
         pytest.skip("only Linux promises more")
-    before, room = segments(), os.statvfs("/dev/shm")
+    room = os.statvfs("/dev/shm")
     with pytest.raises(OSError):
         pipe.Ring(2, room.f_frsize * room.f_blocks)
-    assert segments() == before
+    assert not segments()
 
 
 # -- errors ----------------------------------------------------------------------------------------
@@ -185,7 +159,7 @@ def test_what_cannot_be_opened_is_one_line(model: Path, tmp_path: Path) -> None:
         IsolatedStage(tmp_path / "nothing.gguf", read_config(open_gguf(model)), ONE_THREAD, spec_of(model))
 
 
-def a_step(driver: Driver, first_token: int = 5) -> None:
+def a_step(driver: Driver, first_token: int = 9) -> None:
     driver.step([([1, 2], 0, [first_token, 6, 7])])
 
 
@@ -201,11 +175,18 @@ def driver(model: Path) -> Iterator[Driver]:
 class BadStage(GgmlStage):
     """The first token says what goes wrong."""
 
-    FAIL, HANG, ABORT = 1, 2, 3
+    FAIL, HANG, ABORT, CHECK_HANGS, CHECK_FAILS = range(1, 6)
+    first_token = 0
 
     def prepare(self, batch, hidden) -> None:
         super().prepare(batch, hidden)
         self.first_token = int(batch.input_ids[0])
+
+    def check(self) -> None:
+        if self.first_token == self.CHECK_HANGS:
+            time.sleep(1000)
+        if self.first_token == self.CHECK_FAILS:
+            raise StageError("out of\norder")
 
     def compute(self) -> np.ndarray:
         if self.first_token == self.FAIL:
@@ -253,6 +234,21 @@ def test_a_step_that_hangs_while_the_process_lives(
         a_step(bad_driver, BadStage.HANG)
 
 
+@pytest.mark.parametrize(
+    ("token", "why"),
+    [(BadStage.CHECK_HANGS, "its device does not answer after 2 s"), (BadStage.CHECK_FAILS, "out of order")],
+)
+def test_a_device_that_is_gone_while_nothing_runs(
+    bad_driver: Driver, monkeypatch: pytest.MonkeyPatch, token: int, why: str
+) -> None:
+    monkeypatch.setattr(isolated, "DEVICE_SECONDS", 1.5)
+    a_step(bad_driver)
+    bad_driver.stage.check()
+    a_step(bad_driver, token)
+    with pytest.raises(StageLost, match=why):
+        bad_driver.stage.check()
+
+
 def test_an_assertion_of_ggml_is_passed_on(
     bad_driver: Driver, caplog: pytest.LogCaptureFixture, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -283,15 +279,9 @@ def test_a_child_that_is_stopped(driver: Driver, where: str, monkeypatch: pytest
     a_step(driver)
     os.kill(driver.stage.pid, signal.SIGSTOP)
     with pytest.raises(StageLost, match="device CPU was lost: no answer for"):
-        driver.stage.check() if where == "check" else a_step(driver)
-    until(lambda: not psutil.pid_exists(driver.stage.pid) or zombie(driver.stage.pid))
-
-
-def zombie(pid: int) -> bool:
-    try:
-        return psutil.Process(pid).status() == psutil.STATUS_ZOMBIE
-    except psutil.NoSuchProcess:
-        return True
+        for _ in range(100):  # its threads stop one by one
+            driver.stage.check() if where == "check" else a_step(driver)
+    until(lambda: gone(driver.stage.pid))
 
 
 @posix
@@ -351,7 +341,7 @@ if __name__ == "__main__":
 
 @pytest.mark.parametrize("how", ["killed", "ends"])
 def test_a_child_does_not_outlive_its_parent(model: Path, tmp_path: Path, how: str) -> None:
-    script, before = tmp_path / "parent.py", segments()
+    script = tmp_path / "parent.py"
     script.write_text(PARENT)
     command = [sys.executable, str(script), str(model), "60" if how == "killed" else "0"]
     environment = os.environ | {"PYTHONPATH": str(Path(__file__).parents[2])}
@@ -362,150 +352,5 @@ def test_a_child_does_not_outlive_its_parent(model: Path, tmp_path: Path, how: s
             parent.kill()
         assert parent.stderr.read() == b"", "no complaint about leaked memory, no traceback"
         parent.wait(30)
-    until(lambda: not psutil.pid_exists(pid) or zombie(pid), 10)
-    assert segments() == before
-
-
-# -- under load ------------------------------------------------------------------------------------
-
-
-class Served:
-    """An engine over supervised children, driven by a thread as AsyncEngine's is."""
-
-    def __init__(self, model: Path, cuts: list[tuple[int, int]]):
-        config = read_config(open_gguf(model))
-        self.children: list[IsolatedStage] = []
-        stages = []
-        for first, last in cuts:
-            spec = replace(spec_of(model, first, last, depth=len(cuts)), max_logits=MAX_SEQS)
-
-            def make(spec: StageSpec = spec) -> IsolatedStage:
-                self.children.append(isolate(model, spec))
-                return self.children[-1]
-
-            stages.append(Supervised(make, f"CPU{first}"))
-        self.runner, sampler = Runner(stages), Sampler(config.n_vocab)
-        sampler.warmup()
-        kv = KVManager([KVGroup(tuple(range(config.n_layer)), None, NUM_BLOCKS)], BLOCK)
-        scheduler = Scheduler(kv, MAX_SEQS, MAX_TOKENS, 512, self.runner.depth)
-        self.engine = Engine(Tokenizer(model), scheduler, self.runner, sampler, BLOCK)
-        self.ends: dict[str, OutputDelta] = {}
-        self.tokens: dict[str, list[int]] = {}
-        self.count = 0
-
-    def add(self, prompt: list[int]) -> str:
-        request_id = f"r{self.count}"
-        self.count += 1
-        self.tokens[request_id] = []
-
-        def sink(delta: OutputDelta) -> None:
-            self.tokens[request_id] += delta.token_ids
-            if delta.finish_reason is not None:
-                self.ends[request_id] = delta
-
-        params = SamplingParams(max_tokens=24, temperature=0.0, ignore_eos=True)
-        self.engine.add(Request(request_id, list(prompt), params), sink)
-        return request_id
-
-    def finish(self) -> None:
-        while self.engine.step():
-            pass
-
-    def alive(self) -> list[IsolatedStage]:
-        return [c for c in self.children if c.lost is None]
-
-
-PROMPTS = [[(7 * i + j * j) % 300 for j in range(10 + 9 * i)] for i in range(6)]
-
-
-@posix
-@pytest.mark.parametrize("cuts", [[(0, 4)], [(0, 2), (2, 4)]], ids=["one", "two"])
-def test_children_killed_and_stopped_at_random_moments(
-    model: Path, cuts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(isolated, "PING_SECONDS", 0.3)
-    monkeypatch.setattr(supervise, "CHECK_SECONDS", 0.3)
-    monkeypatch.setattr(supervise, "BACKOFF", (0.05,))
-    before, served, rng = segments(), Served(model, cuts), random.Random(1)
-    engine = served.engine
-    alone = []
-    for prompt in PROMPTS:
-        request_id = served.add(prompt)
-        served.finish()
-        alone.append(served.tokens[request_id])
-        engine.scheduler.kv.clear_cache()
-    assert all(len(tokens) == 24 for tokens in alone)
-    lost = 0
-    for accident in range(ACCIDENTS):
-        asked = {}
-        victim = rng.choice(served.alive())
-        signal_number = signal.SIGSTOP if accident % 3 == 2 else signal.SIGKILL
-        timer = threading.Timer(rng.uniform(0.0, 0.3), os.kill, (victim.pid, signal_number))
-        timer.start()
-        end = time.monotonic() + 30
-        while served.runner.unavailable is None:
-            for which in rng.sample(range(len(PROMPTS)), 3):
-                asked[served.add(PROMPTS[which])] = which
-            for _ in range(rng.randint(1, 12)):
-                engine.step()
-            assert time.monotonic() < end, "the loss was not noticed"
-        served.finish()
-        engine.check_invariants()
-        assert all(total == free for total, free in engine.stats().kv_blocks)
-        for request_id, which in asked.items():
-            delta = served.ends[request_id]
-            if delta.finish_reason is FinishReason.ERROR:
-                assert delta.error is not None and "was lost" in delta.error
-                assert served.tokens[request_id] == alone[which][: len(served.tokens[request_id])]
-                lost += 1
-            else:
-                assert delta.finish_reason is FinishReason.LENGTH
-                assert served.tokens[request_id] == alone[which]
-        until(lambda: served.runner.unavailable is None, 30)
-        request_id = served.add(PROMPTS[0])
-        served.finish()
-        assert served.tokens[request_id] == alone[0], "after it came back"
-    assert lost >= ACCIDENTS and sum(served.runner.restarts) >= ACCIDENTS
-    served.runner.close()
-    assert not [c for c in served.children if psutil.pid_exists(c.pid or 0)]
-    assert segments() == before
-
-
-def test_a_child_lost_while_nothing_runs(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(supervise, "BACKOFF", (0.05,))
-    served = Served(model, [(0, 4)])
-    request_id = served.add(PROMPTS[1])
-    served.finish()
-    changed = threading.Event()
-    served.runner.watch(changed.set)
-    os.kill(served.children[0].pid or 0, signal.SIGTERM if sys.platform == "win32" else signal.SIGKILL)
-    assert changed.wait(30) and "its process ended" in (served.runner.unavailable or "")
-    served.finish()  # lets go of the cache
-    until(lambda: served.runner.unavailable is None)
-    again = served.add(PROMPTS[1])
-    served.finish()
-    assert served.tokens[again] == served.tokens[request_id]
-    assert served.ends[again].num_cached_tokens == 0
-    served.runner.close()
-
-
-def test_a_stage_that_cannot_come_back(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Its model is gone: the reason is shown for as long as that lasts."""
-    monkeypatch.setattr(supervise, "BACKOFF", (0.05,))
-    path = tiny_model(tmp_path / "there.gguf", n_layers=4)
-    served = Served(path, [(0, 4)])
-    path.rename(tmp_path / "away.gguf")
-    served.children[0].channel.abort()
-    until(lambda: "cannot be opened" in (served.runner.unavailable or ""))
-    assert "there.gguf" in (served.runner.unavailable or "")
-    served.finish()
-    (tmp_path / "away.gguf").rename(path)
-    until(lambda: served.runner.unavailable is None)
-    request_id = served.add(PROMPTS[0])
-    served.finish()
-    assert served.ends[request_id].finish_reason is FinishReason.LENGTH
-    served.runner.close()
-
-
-def test_no_child_is_left() -> None:
-    assert not [p for p in multiprocessing.active_children() if p.is_alive()]
+    until(lambda: gone(pid), 10)
+    assert not segments(parent.pid)

@@ -48,9 +48,9 @@ def running_requests(worker: RunningWorker, model: Model) -> Iterator[Load]:
     stage = model.remote(worker)
     load = Load(stage, batch, expected)
     try:
-        load.wait_for(1, 30)
+        load.wait_for(1, 90)
         yield load
-        load.wait_for(1, 30)
+        load.wait_for(1, 90)
     finally:
         load.stop()
         stage.close()
@@ -65,7 +65,7 @@ def dial(worker: RunningWorker) -> tuple[socket.socket, str]:
 
 def assert_closed(sock: socket.socket) -> None:
     """The other end closes it; what it still says may be read."""
-    sock.settimeout(20)
+    sock.settimeout(90)
     with contextlib.suppress(ConnectionResetError):
         while sock.recv(1 << 16):
             pass

@@ -6,7 +6,6 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-
 from engine.answers import BASE, answers, make_prompts
 
 

@@ -36,6 +36,8 @@ VARIANTS = [
     ("llama", {"rope_freqs": True, "tied": False}),
     ("llama", {"n_kv_heads": 1, "head_dim": 32}),
     ("llama", {"metadata": {"llama.rope.scaling.type": "linear", "llama.rope.scaling.factor": 4.0}}),
+    ("llama", {"n_experts": 8}),
+    ("qwen3moe", {"n_experts": 20, "n_experts_used": 3, "tied": False}),
     ("gemma3", {"n_layers": 3, "sliding_window": 16}),
     ("gemma3", {"n_layers": 3, "sliding_window": 24, "sliding_window_pattern": 3}),
 ]

@@ -178,7 +178,13 @@ class FakeEngine:
     def stats(self) -> Any:
         histogram = SimpleNamespace(bounds=[0.1, 1.0], counts=[1, 2, 3], sum=7.5)
         stage = SimpleNamespace(
-            queue_seconds=0.25, busy_seconds=2.0, transfer_seconds=0.5, bytes_in=4, bytes_out=8, restarts=3
+            queue_seconds=0.25,
+            busy_seconds=2.0,
+            transfer_seconds=0.5,
+            bytes_in=4,
+            bytes_out=8,
+            restarts=3,
+            counters={"attended_in_place": 6, "attended_gathered": 2},
         )
         return SimpleNamespace(
             stages=[stage],

@@ -239,6 +239,8 @@ async def test_metrics(client: Client, engine: FakeEngine) -> None:
         "hetero_host_fraction 0.25",
         'hetero_stage_busy_seconds_total{stage="0"} 2.0',
         'hetero_stage_restarts_total{stage="0"} 3.0',
+        'hetero_stage_busy_fraction{stage="0"} 1.0',
+        'hetero_stage_attended_total{stage="0",way="in place"} 6.0',
         'hetero_time_to_first_token_seconds_bucket{le="1.0"} 3.0',
         "hetero_time_to_first_token_seconds_count 6.0",
         "hetero_time_to_first_token_seconds_sum 7.5",

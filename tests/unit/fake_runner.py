@@ -113,6 +113,10 @@ class FakeRunner:
     def restarts(self) -> tuple[int, ...]:
         return (0,) * self.depth
 
+    @property
+    def counters(self) -> tuple[dict[str, int], ...]:
+        return ({},) * self.depth
+
     def acknowledge(self) -> None:
         assert not self._results
         if self.back:

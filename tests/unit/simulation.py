@@ -109,6 +109,7 @@ class Case:
     arrivals: list[int]
     cancel_rate: float = 0.0
     failure_rate: float = 0.0
+    in_place: int = 0
 
 
 @dataclass
@@ -156,6 +157,7 @@ def draw_case(rng: random.Random) -> Case:
         arrivals=arrivals,
         cancel_rate=rng.choice([0, 0, 0.05, 0.2]),
         failure_rate=rng.choice([0, 0, 0, 0.05]),
+        in_place=(0, 1, 4)[len(requests) % 3],
     )
 
 
@@ -164,7 +166,7 @@ class Simulation:
 
     def __init__(self, case: Case, rng: random.Random):
         self.case, self.rng = case, rng
-        self.kv = KVManager(case.groups, case.block_size)
+        self.kv = KVManager(case.groups, case.block_size, case.in_place)
         self.scheduler = Scheduler(
             self.kv, case.max_num_seqs, case.max_num_batched_tokens, case.max_model_len, case.depth
         )
@@ -230,7 +232,7 @@ class Simulation:
             return False
         self.empty = 0
         assert 0 < step.num_tokens <= self.case.max_num_batched_tokens
-        if min(room, *self.kv.available_blocks()) > 0 and not step.preempted_ids:
+        if room >= len(decoding) and not step.preempted_ids:
             served = {r.request_id for r in step.requests}
             assert decoding <= served, "a running stream stalls though there is room"
         batch = build(step, len(self.case.groups), self.case.block_size)

@@ -194,5 +194,5 @@ def test_costs_of_a_step():
     assert found.layers == pytest.approx(np.array([[layer + 2.0, 10.0 + 3.0, layer + 2.0]]))
     assert (found.first[0], found.last[0]) == pytest.approx((0.3, 4.0))
     assert (found.enter[0], found.leave[0]) == pytest.approx((0.03, 0.02))
-    halves = [step_costs([TIMES], [0], Goal("throughput", 8), stages).last[0] for stages in (1, 2)]
+    halves = [step_costs([TIMES], [0], Goal("throughput", 8), stages, 100).last[0] for stages in (1, 2)]
     assert halves == pytest.approx([16.0, 8.0])

@@ -20,6 +20,7 @@ import cli
 from hetero import screen
 from hetero.commands import serve
 from hetero.config import SPECS, Settings, flag_name
+from hetero.plan.devices import usable_cores
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(cli.main.commands)
@@ -209,6 +210,31 @@ def test_plan_knows_sliding_windows(gemma3_path: Path):
 def test_a_plan_that_does_not_fit_is_exit_code_1():
     code, out, err, _ = hetero("plan", "--kv-tokens", "1000000000")
     assert code == 1 and "KV tokens" in out and "not enough memory" in err
+
+
+TWO = ("--device", "CPU:threads=1", "--device", "CPU:threads=1", "--no-calibrate")
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_plan_of_several_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HETERO_CACHE_DIR", str(tmp_path))  # where nothing was measured yet
+    code, out, _, _ = hetero("plan", *TWO, "--json", "--kv-tokens", "4096", "--split", "20,10")
+    plan = json.loads(out)
+    assert code == 0
+    assert [stage["layers"] for stage in plan["stages"]] == [[0, 20], [20, 30]]
+    assert plan["forecast"]["measured"] is False and plan["forecast"]["tokens_per_second"] > 0
+    assert {other["name"].split(",")[0] for other in plan["forecast"]["alternatives"]} == {"even"}
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_a_split_of_the_wrong_size():
+    assert_one_line(hetero("plan", *TWO, "--split", "20,11"), "--split 20,11", "31 layers", "30")
+
+
+@pytest.mark.parametrize("arguments", [("some.gguf",), ("--threads", "2")])
+def test_what_is_for_calibration_needs_calibrate(arguments: tuple[str, ...]):
+    code, out, err, _ = hetero("devices", *arguments)
+    assert (code, out) == (2, "") and "--calibrate" in err
 
 
 def test_doctor():

@@ -17,7 +17,10 @@ from backends.ggml.threads import allowed_cores, pin_thread, threadpool_params
 from quant.types import TYPE_IDS
 
 CORES = allowed_cores()
-needs_two_cores = pytest.mark.skipif(len(CORES) < 2, reason="needs two cores and a system that can pin")
+needs_two_cores = pytest.mark.skipif(
+    len(CORES) < 2 or not hasattr(os, "sched_getaffinity"),
+    reason="needs two cores and a system that tells where a thread may run",
+)
 
 
 def affinity_seen(device) -> set[frozenset[int]]:
@@ -123,10 +126,22 @@ def test_a_thread_may_drive_devices_in_turn():
 def test_a_device_that_is_not_pinned_leaves_the_thread_alone():
     device = open_device("CPU", 1)
     assert device.cores == ()
+    before = os.sched_getaffinity(0) if hasattr(os, "sched_getaffinity") else None
     device.pin_thread()
     pin_thread(())
-    assert allowed_cores() == CORES
+    assert before is None or os.sched_getaffinity(0) == before
     device.close()
+
+
+@needs_two_cores
+def test_closing_a_device_sets_its_thread_free():
+    def drive() -> set[int]:
+        device = open_device(DeviceSpec("CPU", threads=1, cores=CORES[:1]))
+        device.pin_thread()
+        device.close()
+        return os.sched_getaffinity(0)
+
+    assert in_thread(drive) == set(CORES)
 
 
 def test_the_layout_of_thread_pool_parameters():
@@ -146,6 +161,7 @@ def test_the_cpu_can_do_what_ggml_has_kernels_for(cpu):
     for name in ("F32", "F16", "Q4_1", "Q5_K", "Q6_K", "Q8_0"):
         type_id = TYPE_IDS[name]
         assert capabilities.can_multiply(cpu, type_id) and capabilities.can_look_up(cpu, type_id)
+        assert capabilities.can_multiply_experts(cpu, type_id)
     assert capabilities.can_store(cpu, TYPE_F16)
     assert capabilities.can_flash_attend(cpu, 64, 64, 9, 3)
 
@@ -159,8 +175,9 @@ def test_a_device_is_asked_with_its_weights_in_its_own_buffer(cpu, monkeypatch):
 
     monkeypatch.setattr(ggml(), "backend_dev_supports_op", refuse)
     assert not capabilities.can_multiply(cpu, TYPE_F16)
+    assert not capabilities.can_multiply_experts(cpu, TYPE_F16)
     assert not capabilities.can_flash_attend(cpu, 64, 64, 9, 3)
-    assert asked == [cpu.handle] * 2
+    assert asked == [cpu.handle] * 3
 
 
 @pytest.mark.parametrize(

@@ -152,6 +152,8 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, text: Path):
     assert_one_line(run(model, out, "--text", tmp_path / "none.txt"), "--text", "none.txt")
     assert_one_line(run(tmp_path / "none.gguf", out, "--text", text), "none.gguf", "no such file")
     assert_one_line(run(model, out, "--text", text, "--ctx", 1000), "--ctx 1000", "512")
+    experts = tiny_model(tmp_path / "experts.gguf", n_experts=4)
+    assert_one_line(run(experts, out, "--text", text, "--tokens", 64, "--ctx", 64), "experts.gguf", "experts")
     assert not out.exists()
 
 

@@ -17,8 +17,8 @@ SIZE = 4
 class World:
     """A manager with whole sequences put in and looked up, one step each."""
 
-    def __init__(self, *groups: tuple[int | None, int], size: int = SIZE):
-        self.kv = KVManager([KVGroup((g,), w, n) for g, (w, n) in enumerate(groups)], size)
+    def __init__(self, *groups: tuple[int | None, int], size: int = SIZE, in_place: int = 0):
+        self.kv = KVManager([KVGroup((g,), w, n) for g, (w, n) in enumerate(groups)], size, in_place)
         self.steps = 0
 
     def begin(self, tokens: list[int]) -> Request:
@@ -64,12 +64,12 @@ class World:
 sequences = st.lists(st.lists(st.integers(0, 1), min_size=1, max_size=18), min_size=1, max_size=8)
 
 
-@given(sequences, st.integers(1, 5), st.integers(1, 7))
+@given(sequences, st.integers(1, 5), st.integers(1, 7), st.sampled_from([0, 1, 4]))
 @settings(max_examples=150, deadline=None)
 def test_with_room_for_all_the_longest_common_beginning_is_found(
-    put: list[list[int]], size: int, chunk: int
+    put: list[list[int]], size: int, chunk: int, in_place: int
 ) -> None:
-    world = World((None, 400), size=size)
+    world = World((None, 400), size=size, in_place=in_place)
     seen: list[list[int]] = []
     for tokens in put:
         longest = max((common_length(s, tokens[:-1]) for s in seen), default=0)

@@ -5,9 +5,12 @@ from __future__ import annotations
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from tiny_models import tiny_model
 
 from hetero.config import Settings
 from hetero.launch import open_stages, prepare
+from hetero.plan.host import usable_cores
+from hetero.plan.make import GUESSED
 from hetero.plan.planner import (
     BLOCK_SIZE,
     MIN_CONTEXT,
@@ -140,7 +143,7 @@ def test_a_plan_of_several_stages_adds_up_in_each_memory(problem, wanted: Limits
             stage.compute_bytes >= model.compute_bytes + 1000 * plan.kv_tokens * places[stage.index].gathers
         )
     if not plan.fits:
-        line = explain_shortage(plan, model)
+        line = explain_shortage(plan)
         assert "\n" not in line
         assert all(str(s.nbytes) in line and s.devices[0] in line for s in plan.shortages)
 
@@ -152,7 +155,7 @@ def test_devices_that_share_a_memory_are_counted_together():
     plan = make_plan(facts(), places, [(0, 0, 2), (1, 2, 4)], Limits(kv_tokens=1 << 18))
     assert not plan.fits and max(s.total_bytes for s in plan.stages) < GIB * SPARE
     assert plan.shortages[0].devices == ("CPU:threads=1", "CPU:threads=3")
-    assert "CPU:threads=1 and CPU:threads=3" in explain_shortage(plan, facts())
+    assert "CPU:threads=1 and CPU:threads=3" in explain_shortage(plan)
 
 
 @given(models, limits, st.integers(1, 1 << 20))
@@ -178,15 +181,18 @@ def test_more_memory_never_gives_a_smaller_cache():
 def test_shortage_is_told_in_one_line_with_bytes_and_a_remedy():
     plan = on_one(facts(), GIB, Limits(kv_tokens=1 << 20))
     assert not plan.fits
-    line = explain_shortage(plan, facts())
+    line = explain_shortage(plan)
     assert "\n" not in line
     assert str(plan.short_by_bytes) in line and "--kv-tokens" in line
+    assert str(plan.fitting_tokens) in line
+    assert on_one(facts(), GIB, Limits(kv_tokens=plan.fitting_tokens)).fits
+    assert not on_one(facts(), GIB, Limits(kv_tokens=plan.fitting_tokens + BLOCK_SIZE)).fits
     assert plan.short_by_bytes == 110 * (1 << 20) + (4096 << 20) + 16 * 4096 - int(GIB * SPARE)
 
 
 def test_no_cache_size_helps_when_the_weights_alone_do_not_fit():
     model = facts(layer_bytes=(GIB // 2,) * 4)
-    line = explain_shortage(on_one(model, GIB, Limits()), model)
+    line = explain_shortage(on_one(model, GIB, Limits()))
     assert "--kv-tokens" not in line and "free some memory" in line
 
 
@@ -197,17 +203,44 @@ def test_an_explicit_context_is_worth_more_than_a_quarter():
     assert plan.fits and plan.max_model_len == 8192
 
 
+@pytest.mark.parametrize("split", [(), (7, 11)])
 @pytest.mark.parametrize("fixture", ["smollm2_path", "gemma3_path"])
-def test_the_plan_bounds_what_a_loaded_stage_holds(fixture: str, request: pytest.FixtureRequest):
+def test_the_plan_bounds_what_loaded_stages_hold(fixture: str, split, request: pytest.FixtureRequest):
+    if split and usable_cores() < 2:
+        pytest.skip("needs two cores")
+    if split and fixture == "smollm2_path":
+        split = (7, 23)
     settings = Settings(
-        model=str(request.getfixturevalue(fixture)), kv_tokens=1024, threads=1, max_num_seqs=4
+        model=str(request.getfixturevalue(fixture)),
+        kv_tokens=1024,
+        max_num_seqs=4,
+        threads=0 if split else 1,
+        device=("CPU:threads=1",) * len(split),
+        split=split,
     )
+    prepared = prepare(settings, measure=GUESSED)
+    stages = open_stages(prepared, settings, lambda text, done: None)
+    for planned, stage in zip(prepared.plan.stages, stages, strict=True):
+        held = stage.memory()
+        stage.close()
+        assert 0 <= held["kv"] - planned.kv_bytes <= 1 << 20  # alignment
+        assert 0.9 * planned.weight_bytes < held["weights"] <= planned.weight_bytes
+        assert held["compute"] <= planned.compute_bytes
+
+
+@pytest.mark.parametrize("used", [1, 6])
+@pytest.mark.parametrize("weight_type", ["F32", "Q8_0", "Q3_K"])  # the last is ggml's to multiply
+def test_the_plan_bounds_what_experts_take(tmp_path, used: int, weight_type: str):
+    shape = {"n_embd": 256, "n_ff": 256, "n_heads": 8, "head_dim": 32, "n_layers": 1}
+    path = tiny_model(
+        tmp_path / "m.gguf", n_experts=40, n_experts_used=used, weight_type=weight_type, **shape
+    )
+    settings = Settings(model=str(path), kv_tokens=1024, threads=1, max_num_seqs=4)
     prepared = prepare(settings)
     (planned,) = prepared.plan.stages
     (stage,) = open_stages(prepared, settings, lambda text, done: None)
     held = stage.memory()
     stage.close()
-    assert 0 <= held["kv"] - planned.kv_bytes <= 1 << 20  # alignment
     assert 0.9 * planned.weight_bytes < held["weights"] <= planned.weight_bytes
     assert held["compute"] <= planned.compute_bytes
 

@@ -194,6 +194,17 @@ def test_balanced_lies_between_latency_and_throughput():
     assert totals == sorted(totals, reverse=True)
 
 
+def test_what_costs_nothing_ends_the_search_too():
+    """A bound of no seconds at all cannot be approached by halving ratios."""
+    zero = np.zeros(2)
+    costs = Costs(np.array([[0.0] * 6, [1.0] * 6]), zero, np.array([5.0, 0.0]), zero, zero)
+    memory = Memory(np.ones(6, int), 0, 0, np.zeros(2, int), np.array([100, 100]), (0, 1))
+    split = best_split(lambda stages: costs, memory, Goal("balanced", 2), False)
+    assert split.parts == (Part(0, 0, 5), Part(1, 5, 6)) and split.seconds == (0.0, 1.0)
+    nothing = Costs(np.zeros((2, 6)), zero, zero, zero, zero)
+    assert best_split(lambda stages: nothing, memory, Goal("throughput", 2), False).score == 0
+
+
 def test_bytes_of_a_split():
     memory = Memory(np.array([1, 2, 3, 4]), 10, 100, np.array([1000, 2000]), np.array([1015, 2200]), (0, 1))
     parts = parts_of([3, 1])

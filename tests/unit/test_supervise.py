@@ -9,13 +9,21 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 from fake_runner import FakeRunner, make_engine
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from backends.base import StageLost
 from hetero.engine import DEVICE_UNAVAILABLE
 from hetero.pipeline import supervise
-from hetero.pipeline.isolated import FIRST_SECONDS, PATIENCE, STEP_SECONDS, Deadlines
+from hetero.pipeline.isolated import (
+    FIRST_SECONDS,
+    NEW_PATIENCE,
+    NEW_SECONDS,
+    PATIENCE,
+    STEP_SECONDS,
+    Deadlines,
+)
 from hetero.pipeline.runner import Runner
 from hetero.pipeline.supervise import Supervised
 from hetero.request import FinishReason, OutputDelta, Request
@@ -30,6 +38,7 @@ class FakeStage:
     def __init__(self) -> None:
         self.lost: str | None = None
         self.closed = False
+        self.steps = 0
 
     def _require(self) -> None:
         assert not self.closed
@@ -41,9 +50,13 @@ class FakeStage:
 
     def compute(self) -> np.ndarray:
         self._require()
+        self.steps += 1
         return np.zeros((1, 4), np.float32)
 
     check = _require
+
+    def counters(self) -> dict[str, int]:
+        return {"steps": self.steps}
 
     def memory(self) -> dict[str, int]:
         return {"kv": 1}
@@ -121,6 +134,7 @@ def test_a_loss_is_noticed_and_mended(factory: Factory, stage: Supervised, where
     stage.acknowledge()
     assert changes.acquire(timeout=10)
     assert stage.unavailable is None and run(stage).shape == (1, 4)
+    assert stage.counters() == {"steps": 2}, "of both stages"
     assert factory.stages[0].closed and not factory.stages[1].closed
     stage.check_invariants()
 
@@ -235,9 +249,80 @@ def test_deadlines_are_patient(steps: list[tuple[int, float]], tokens: int) -> N
     assert deadlines.seconds(tokens) >= STEP_SECONDS
 
 
-def test_a_quick_stage_is_given_up_quickly() -> None:
-    deadlines = Deadlines()
-    for _ in range(3):
-        deadlines.observe(1, 0.005)
-    assert deadlines.seconds(1) == STEP_SECONDS
-    assert deadlines.seconds(512) == FIRST_SECONDS, "that size is new"
+def test_deadlines_of_a_quick_device_and_of_a_slow_one() -> None:
+    quick, slow = Deadlines(), Deadlines()
+    for deadlines, seconds in ((quick, 0.005), (slow, 1.0)):
+        for _ in range(3):
+            deadlines.observe(1, seconds)
+    assert quick.seconds(1) == STEP_SECONDS and slow.seconds(1) == PATIENCE
+    assert quick.seconds(512) == NEW_SECONDS, "a size that is new"
+    assert slow.seconds(512) == NEW_PATIENCE * 512
+    quick.observe(512, 0.5)
+    assert quick.seconds(512) == 10.0 and quick.seconds(256) == NEW_SECONDS
+    quick.observe(1, 3.0)  # once, on a busy machine
+    assert quick.seconds(1) == 60.0
+    for _ in range(300):
+        quick.observe(1, 0.005)
+    assert quick.seconds(1) == STEP_SECONDS
+
+
+# -- in any order ----------------------------------------------------------------------------------
+
+
+class Life(RuleBasedStateMachine):
+    """No step runs on a stage that is newer than what its caller has let go of."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self._before = supervise.CHECK_SECONDS, supervise.BACKOFF
+        supervise.CHECK_SECONDS, supervise.BACKOFF = 0.001, (0.001,)
+        self.factory = Factory()
+        self.stage = Supervised(self.factory, "X")
+        self.trusted = self.factory.stages[0]  # what was computed is in it
+        self.error = ValueError("not there")
+
+    def teardown(self) -> None:
+        self.stage.close()
+        supervise.CHECK_SECONDS, supervise.BACKOFF = self._before
+        assert all(s.closed for s in self.factory.stages)
+
+    @rule()
+    def step(self) -> None:
+        try:
+            run(self.stage)
+        except StageLost:
+            assert self.trusted.lost is not None
+        else:
+            assert self.factory.stages[-1] is self.trusted
+
+    @rule()
+    def lose(self) -> None:
+        self.factory.stages[-1].lost = "X was lost"
+
+    @rule()
+    def let_go(self) -> None:
+        if self.stage.unavailable is not None:
+            self.stage.acknowledge()
+            if self.factory.error is None:
+                until(lambda: self.stage.unavailable is None or self.factory.stages[-1].lost)
+            self.trusted = self.factory.stages[-1]
+
+    @rule()
+    def break_it(self) -> None:
+        self.factory.error = self.error
+
+    @rule()
+    def mend_it(self) -> None:
+        self.factory.error = None
+
+    @rule()
+    def wait(self) -> None:
+        until(lambda: self.trusted.lost is None or self.stage.unavailable is not None)
+
+    @invariant()
+    def holds(self) -> None:
+        self.stage.check_invariants()
+
+
+TestLife = Life.TestCase
+TestLife.settings = settings(max_examples=50, stateful_step_count=30, deadline=None)

@@ -15,7 +15,7 @@ from frames import BAD_FRAMES, frame, head, ping
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hetero.pipeline import handshake
+from hetero.pipeline import handshake, wire
 from hetero.pipeline.channel import ChannelClosed, Kind, WireError
 from hetero.pipeline.handshake import HandshakeError, SessionKeys
 from hetero.pipeline.wire import CHUNK, SocketChannel
@@ -133,6 +133,16 @@ def test_a_truncated_frame(cut):
         raw.sendall(GOOD[:cut])
         raw.shutdown(socket.SHUT_WR)
         with pytest.raises(ChannelClosed):
+            channel.receive(5)
+
+
+@pytest.mark.parametrize("cut", [1, 20, len(GOOD) - 1])
+def test_a_frame_that_stops_in_the_middle(cut, monkeypatch):
+    """As of a process that was stopped: the connection stays open, and a PING would go unanswered."""
+    monkeypatch.setattr(wire, "FRAME_SECONDS", 0.2)
+    with raw_and_channel() as (raw, channel):
+        raw.sendall(GOOD[:cut])
+        with pytest.raises(ChannelClosed, match="middle of a frame"):
             channel.receive(5)
 
 

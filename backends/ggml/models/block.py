@@ -6,7 +6,7 @@ from backends.ggml.graph import GraphBuilder
 
 
 def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
-    """One block: attention, then the gated feed-forward, each around a residual.
+    """One block: attention, then the gated feed-forward or that of experts, each around a residual.
 
     `x` is [n_embd, T]. `keep` names the rows that are needed from here on (in the last layer, those
     whose logits are wanted), None for all.
@@ -22,6 +22,8 @@ def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
         attended, x = g.select(attended, keep), g.select(x, keep)
     if not post_norms:
         x = g.linear(attended, w("attn_output"), residual=x)
+        if g.config.n_expert:
+            return g.expert_ffn(layer, x)
         return g.gated_ffn(x, w("ffn_norm"), w("ffn_gate"), w("ffn_up"), w("ffn_down"), residual=x)
     x = g.add(x, g.norm(g.linear(attended, w("attn_output")), w("post_attention_norm")))
     ffn = g.gated_ffn(x, w("ffn_norm"), w("ffn_gate"), w("ffn_up"), w("ffn_down"), residual=None)

@@ -11,6 +11,7 @@ from backends.ggml.models.families import FAMILIES, Family
 from quant.gguf import GGUFFile
 
 LINEAR_SCALINGS = ("none", "linear")
+MAX_EXPERTS = 1024  # as upstream
 VOCABULARY_KEY = "hetero.vocab_size"  # in a file without an embedding, which would say it
 
 
@@ -35,7 +36,10 @@ class Rope:
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a model. `layer_windows[i]` is the attention window of layer i, None for all tokens."""
+    """Sizes of a model. `layer_windows[i]` is the attention window of layer i, None for all tokens.
+
+    `n_expert` is 0 where the feed-forward is a single one; else `n_ff` is the width of each expert.
+    """
 
     family: Family
     name: str
@@ -48,6 +52,8 @@ class ModelConfig:
     head_dim_v: int
     n_ff: int
     n_vocab: int
+    n_expert: int
+    n_expert_used: int
     norm_eps: float
     attention_scale: float
     embedding_scale: float
@@ -82,8 +88,7 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         raise ModelError(
             f"{gguf.path.name}: {n_head} heads over {n_head_kv} KV heads, {n_rot} rotated dimensions"
         )
-    if meta.size("expert_count", 0, 1 << 16, 0):
-        raise ModelError(f"{gguf.path.name}: mixture-of-experts models are not supported yet")
+    n_expert, n_expert_used = _experts(meta, family)
     windows = _windows(meta, family, n_layer)
     config = ModelConfig(
         family=family,
@@ -95,8 +100,10 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         n_head_kv=n_head_kv,
         head_dim_k=head_dim_k,
         head_dim_v=head_dim_v,
-        n_ff=meta.size("feed_forward_length", 1, 1 << 24),
+        n_ff=_feed_forward(meta, n_expert),
         n_vocab=_vocabulary(gguf, n_embd, layers),
+        n_expert=n_expert,
+        n_expert_used=n_expert_used,
         norm_eps=meta.number("attention.layer_norm_rms_epsilon"),
         attention_scale=_attention_scale(meta, family, n_layer, n_embd, n_head, head_dim_k),
         embedding_scale=math.sqrt(n_embd) if family.scale_embeddings else 1.0,
@@ -153,6 +160,25 @@ def _windows(meta: _Metadata, family: Family, n_layer: int) -> tuple[int | None,
     return tuple(None if layer % period == period - 1 else window for layer in range(n_layer))
 
 
+def _experts(meta: _Metadata, family: Family) -> tuple[int, int]:
+    """(experts, how many of them a token uses), zeros for none; like upstream, a single one is none."""
+    required = family.experts == "required"
+    count = meta.size("expert_count", 2 if required else 0, MAX_EXPERTS, None if required else 0)
+    if count <= 1:
+        return 0, 0
+    if family.experts == "none":
+        raise meta.error("expert_count", count, "0 in this family")
+    meta.size("expert_group_count", 0, 1, 0)  # more would limit which experts go together
+    return count, meta.size("expert_used_count", 1, count)
+
+
+def _feed_forward(meta: _Metadata, n_expert: int) -> int:
+    """Width of the feed-forward, or of each expert's."""
+    if n_expert and meta.get("expert_feed_forward_length") is not None:
+        return meta.size("expert_feed_forward_length", 1, 1 << 24)
+    return meta.size("feed_forward_length", 1, 1 << 24)
+
+
 def _rope(meta: _Metadata, gguf: GGUFFile, family: Family, n_rot: int, *, windowed: bool) -> Rope:
     base = meta.number("rope.freq_base", 10000.0)
     scaling = meta.get("rope.scaling.type") or "none"
@@ -195,10 +221,20 @@ def layer_tensors(config: ModelConfig) -> dict[str, tuple[int, ...]]:
         "attn_v": (c.n_embd, v),
         "attn_output": (c.n_head * c.head_dim_v, c.n_embd),
         "ffn_norm": (c.n_embd,),
-        "ffn_gate": (c.n_embd, c.n_ff),
-        "ffn_up": (c.n_embd, c.n_ff),
-        "ffn_down": (c.n_ff, c.n_embd),
     }
+    if c.n_expert:
+        shapes |= {
+            "ffn_gate_inp": (c.n_embd, c.n_expert),
+            "ffn_gate_exps": (c.n_embd, c.n_ff, c.n_expert),
+            "ffn_up_exps": (c.n_embd, c.n_ff, c.n_expert),
+            "ffn_down_exps": (c.n_ff, c.n_embd, c.n_expert),
+        }
+    else:
+        shapes |= {
+            "ffn_gate": (c.n_embd, c.n_ff),
+            "ffn_up": (c.n_embd, c.n_ff),
+            "ffn_down": (c.n_ff, c.n_embd),
+        }
     if c.family.qk_norm:
         shapes |= {"attn_q_norm": (c.head_dim_k,), "attn_k_norm": (c.head_dim_k,)}
     if c.family.post_norms:

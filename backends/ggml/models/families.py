@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 
 @dataclass(frozen=True, slots=True)
@@ -15,7 +16,7 @@ class Family:
     `scale_embeddings`: multiply embeddings by sqrt(n_embd). `window_pattern`: every n-th layer
     attends everything, the others a sliding window, when the file gives a window but no pattern
     (0: the family has no windows). `window_rope_base`: RoPE base of the windowed layers when the
-    file does not say.
+    file does not say. `experts`: whether the feed-forward may be a mixture of experts, or must be.
     """
 
     architecture: str
@@ -26,12 +27,14 @@ class Family:
     scale_embeddings: bool = False
     window_pattern: int = 0
     window_rope_base: float | None = None
+    experts: Literal["none", "optional", "required"] = "none"
 
 
 FAMILIES: dict[str, Family] = {
     f.architecture: f
     for f in (
-        Family("llama", rope_neox=False),
+        Family("llama", rope_neox=False, experts="optional"),
+        Family("qwen3moe", rope_neox=True, qk_norm=True, experts="required"),
         Family(
             "gemma3",
             rope_neox=True,

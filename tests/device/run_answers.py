@@ -1,0 +1,25 @@
+"""Prints, as JSON, what an engine answers to prompts; a process of its own, for another ggml build.
+
+run_answers.py MODEL SETTINGS PROMPTS BATCH     SETTINGS, PROMPTS: JSON; {"answers": ..., "counters": ...}
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import sys
+from pathlib import Path
+
+sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
+from engine.answers import BASE, answers  # noqa: E402  found through the path above
+
+
+def main() -> None:
+    model, changes, prompts, batch = sys.argv[1:]
+    given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(changes).items()}
+    out, stats = answers(Path(model), dataclasses.replace(BASE, **given), json.loads(prompts), int(batch))
+    print(json.dumps({"answers": out, "counters": [s.counters for s in stats.stages]}))
+
+
+if __name__ == "__main__":  # spawned children import this file
+    main()
