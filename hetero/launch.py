@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from backends.cpu.observe import ObservingStage
     from backends.ggml.stage import StageSpec
     from hetero.async_engine import AsyncEngine, ModelInfo
-    from hetero.pipeline.precompile import Precompiler
+    from hetero.pipeline.precompile import SamplerCompiler
     from hetero.pipeline.runner import Runner
     from hetero.plan.calibrate import OpenStage
     from hetero.plan.times import DeviceTimes
@@ -157,14 +157,14 @@ def load(
     from hetero.text.tokenizer import Tokenizer
 
     plan = prepared.plan
-    with _showing_compilation(progress) as show, _precompiler(prepared) as compiling:
+    with _showing_compilation(progress) as show, _sampler_compiler(prepared) as compiling:
         try:
             tokenizer = Tokenizer(prepared.model.path)
         except ValueError as exc:  # its vocabulary is missing or of an unknown kind
             raise LaunchError(str(exc)) from exc
         template = _chat_template(settings, prepared.gguf, tokenizer)
-        compiling.wait(show, 0.05, prepared.gguf.read_through())
         stages = open_stages(prepared, settings, show)
+        compiling.wait(show, 0.9)
         show("preparing the sampler", 0.9)
         sampler = Sampler(prepared.config.n_vocab)
         sampler.warmup()
@@ -228,17 +228,12 @@ def open_observer(
     return Runner([stage]), stage
 
 
-def _precompiler(prepared: Prepared) -> Precompiler:
-    """Compiles, beside what happens until it is waited for, what a start without compiled kernels needs."""
+def _sampler_compiler(prepared: Prepared) -> SamplerCompiler:
     from backends.cpu import jit
-    from backends.cpu.packed import packable
-    from hetero.pipeline.precompile import Precompiler
+    from hetero.pipeline.precompile import SamplerCompiler
 
-    gguf = prepared.gguf
-    matrices = (name for name, info in gguf.tensors.items() if len(info.shape) > 1)
-    types = {gguf.tensors[name].type for name in matrices if packable(gguf, name)}
     cores = devices.usable_cores() if jit.CACHE_IS_SHARED else 1
-    return Precompiler(jit.CACHE_FOLDER, types, prepared.config.n_vocab, cores)
+    return SamplerCompiler(jit.CACHE_FOLDER, prepared.config.n_vocab, cores)
 
 
 @contextmanager

@@ -10,7 +10,7 @@ from __future__ import annotations
 import mmap
 import os
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO
@@ -30,8 +30,6 @@ from quant.gguf_head import (
 from quant.split import part_ending
 
 __all__ = ["MAX_ALIGNMENT", "ArrayValue", "GGUFError", "GGUFFile", "LazyArray", "TensorInfo", "open_gguf"]
-
-READ_BYTES = 8 << 20
 
 
 class _Part:
@@ -127,16 +125,6 @@ class GGUFFile:
             if not count:
                 raise GGUFError(f"{part.path}: tensor {name!r} is cut off: the file has been changed")
             start, view = start + count, view[count:]
-
-    def read_through(self) -> Iterator[int]:
-        """Read the files from front to back, a piece each time: bytes of the piece. So they are in the
-        system's cache as far as it has room, and no page is in this process."""
-        piece = memoryview(bytearray(READ_BYTES))
-        for part in self._parts:
-            at = 0
-            while count := part.read_at(piece, at):
-                at += count
-                yield count
 
     def close(self) -> None:
         """Unmap the files, or leave that to the last view still alive."""
