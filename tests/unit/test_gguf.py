@@ -276,8 +276,9 @@ def test_random_damage_gives_an_error_or_a_sound_file(tmp_path):
 
 @pytest.mark.parametrize("model", ["smollm2_path", "gemma3_path"])
 def test_real_models(model, request):
+    path = request.getfixturevalue(model)  # which may have to be made
     start = time.process_time()
-    with open_gguf(request.getfixturevalue(model)) as gguf:
+    with open_gguf(path) as gguf:
         assert time.process_time() - start < 0.3
         assert gguf.architecture in ("llama", "gemma3")
         rows = gguf.tensors["token_embd.weight"].shape[1]
