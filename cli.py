@@ -3,73 +3,23 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import click
 
 from hetero import __version__
-from hetero.config import LOG_LEVELS, SPECS, SettingError, flag_name, parse_size
-
-# What decides how a model is loaded; the rest of the settings are the server's.
-ENGINE = (
-    "device",
-    "threads",
-    "split",
-    "objective",
-    "pipeline_depth",
-    "isolate",
-    "ctx",
-    "kv_memory",
-    "kv_tokens",
-    "max_num_batched_tokens",
+from hetero.commands.options import (
+    ENGINE,
+    SERVER,
+    json_option,
+    load_settings,
+    model_argument,
+    model_option,
+    settings_options,
+    temperature_option,
 )
-METAVARS = {"str": "TEXT", "list": "TEXT", "int": "N", "size": "SIZE", "path": "FILE", "counts": "N,N"}
-SERVER = tuple(name for name in SPECS if name not in (*ENGINE, "model"))
-
-
-def settings_options(*names: str) -> Callable[[Callable], Callable]:
-    """A click option for each setting. Values stay text: hetero.config reads all sources alike."""
-
-    def decorate(command: Callable) -> Callable:
-        for name in reversed(names):
-            meta = SPECS[name].metadata
-            several = meta["kind"] == "list"
-            metavar = "|".join(meta["choices"]) if meta["kind"] == "choice" else METAVARS[meta["kind"]]
-            option = click.option(flag_name(name), name, metavar=metavar, multiple=several, help=meta["help"])
-            command = option(command)
-        config = click.option(
-            "--config", "config_file", type=click.Path(path_type=Path), help="Settings file."
-        )
-        return config(command)
-
-    return decorate
-
-
-def load_settings(given: dict[str, Any]) -> Any:
-    """hetero.config.Loaded from the options that were given. Bad usage ends with exit code 2."""
-    from hetero import config
-
-    path = given.pop("config_file")
-    flags = {name: value for name, value in given.items() if value is not None and value != ()}
-    try:
-        return config.load(flags, config_file=path)
-    except SettingError as exc:
-        print(f"hetero: {exc}", file=sys.stderr)
-        sys.exit(2)
-
-
-model_argument = click.argument("model", required=False)
-model_option = click.option("-m", "--model", help="Path or name of the model. Default: the packaged one.")
-temperature_option = click.option(
-    "--temperature",
-    type=click.FloatRange(0, 100),
-    default=0.7,
-    show_default=True,
-    help="0 always takes the likeliest token.",
-)
-json_option = click.option("--json", "as_json", is_flag=True, help="Print JSON for a program to read.")
+from hetero.config import LOG_LEVELS, parse_size
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

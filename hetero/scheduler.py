@@ -101,10 +101,9 @@ class Scheduler:
 
     def max_total_tokens(self, request: Request) -> int:
         """Tokens of prompt and output after which the request ends with "length"."""
-        prompt = len(request.prompt_token_ids)
-        if request.params.max_tokens is None:
+        if (most := request.params.max_tokens) is None:
             return self.max_model_len
-        return min(self.max_model_len, prompt + request.params.max_tokens)
+        return min(self.max_model_len, len(request.prompt_token_ids) + most)
 
     def add(self, request: Request) -> None:
         """Queue a new request. Raises RequestError when it can never fit, ValueError when a
@@ -326,8 +325,8 @@ class Scheduler:
     def fail_all(self) -> list[Request]:
         """End all requests with an error, and forget the cache. No step may be in flight."""
         assert not self._steps
-        ended, self._running = [*self._running, *self._waiting], []
-        self._waiting.clear()
+        ended = [*self._running, *self._waiting]
+        self._running, self._waiting = [], deque()
         for request in ended:
             self._end(request, FinishReason.ERROR, cache=False)
         self.kv.clear_cache()

@@ -124,9 +124,11 @@ class Emitter:
         """Four bytes from memory in every lane, as <16 x i32>."""
         return self.splat(self.load(address, offset, I32, 4))
 
-    def prefetch(self, address: Value, offset: Value | int = 0, locality: int = 2) -> None:
+    def prefetch(
+        self, address: Value, offset: Value | int = 0, locality: int = 2, write: bool = False
+    ) -> None:
         """Ask for the cache line. locality 3: all levels, 2: L2, 1: L3. Any address is allowed."""
-        flags = [self.const(v, I32) for v in (0, locality, 1)]  # read, locality, data cache
+        flags = [self.const(v, I32) for v in (int(write), locality, 1)]  # 1: data cache
         self.call("llvm.prefetch.p0", ir.VoidType(), self.pointer(address, offset), *flags)
 
     # -- arithmetic -----------------------------------------------------------------------------------

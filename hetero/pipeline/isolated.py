@@ -10,6 +10,7 @@ import atexit
 import contextlib
 import logging
 import multiprocessing
+import re
 import signal
 import threading
 import time
@@ -46,11 +47,13 @@ OPENING_PINGS = 60  # while it starts, which can keep its reader from the interp
 OPENING_SECONDS = 600.0  # without a byte of progress; the first start on a machine compiles kernels
 OPENING_RPC_SECONDS = 60.0  # the same over the network: that may just have lost the other machine
 DEVICE_SECONDS = 3.0  # for a few bytes
-STEP_SECONDS = 4.0  # the least that a step may take before it counts as hung
+STEP_SECONDS = 4.0  # the least that a step may take over ggml's RPC before the server counts as hung
+DRIVER_SECONDS = 60.0  # the same elsewhere: a driver may compile a kernel at any new shape
 PATIENCE = 20.0  # times the slowest step of its size, lately
 NEW_SECONDS = 20.0  # the least for a size that was not seen before: kernels are compiled, graphs are built
 NEW_PATIENCE = 3.0  # times what other sizes make one expect at most
 FIRST_SECONDS = 60.0  # for the first steps of all
+_SOURCE = re.compile(r"^.*?\.\w{1,4}:\d+: ")  # where in ggml: for the log, not for a user
 FADING = 0.99  # of a slow step's weight, with each further one
 CLOSE_SECONDS = 3.0
 
@@ -63,18 +66,24 @@ _AWAITED = {
 class Deadlines:
     """How long a step may take, from how long steps took. Sizes are classes of doubling token counts."""
 
-    def __init__(self) -> None:
+    def __init__(self, network: bool = False) -> None:
+        """`network`: whoever computes cannot be asked whether it lives, so that only time tells."""
+        self._network = network
         self._slowest: dict[int, float] = {}  # size: seconds
         self._steps = 0
 
     def seconds(self, tokens: int) -> float:
         size = tokens.bit_length()
         if size in self._slowest:
-            return max(STEP_SECONDS, PATIENCE * self._slowest[size])
+            return max(self.least, PATIENCE * self._slowest[size])
         if not self._slowest:
             return FIRST_SECONDS
         guess = min(seconds * 2.0 ** max(0, size - seen) for seen, seconds in self._slowest.items())
-        return max(NEW_SECONDS, NEW_PATIENCE * guess)
+        return max(self.least, NEW_SECONDS, NEW_PATIENCE * guess)
+
+    @property
+    def least(self) -> float:
+        return STEP_SECONDS if self._network else DRIVER_SECONDS
 
     def observe(self, tokens: int, seconds: float) -> None:
         self._steps += 1
@@ -85,7 +94,7 @@ class Deadlines:
     def check_invariants(self) -> None:
         assert len(self._slowest) < max(1, self._steps)
         for size, slowest in self._slowest.items():
-            assert self.seconds(1 << (size - 1)) >= max(STEP_SECONDS, PATIENCE * slowest)
+            assert self.seconds(1 << (size - 1)) >= max(self.least, PATIENCE * slowest)
 
 
 class ChannelStage:
@@ -106,6 +115,7 @@ class ChannelStage:
         label: str,
         progress: Callable[[int], None] | None = None,
         opening_seconds: float = OPENING_SECONDS,
+        network: bool = False,
     ):
         self.channel, self.spec, self.label = channel, spec, label
         self.is_last = spec.last == config.n_layer
@@ -114,7 +124,7 @@ class ChannelStage:
         self.graph_seconds = 0.0
         self.lost: str | None = None
         self._counters: dict[str, int] = {}
-        self._deadlines = Deadlines()
+        self._deadlines = Deadlines(network)
         self._busy = threading.Lock()  # held from prepare to the end of compute, and by check
         self._pending: tuple[int, int, float] | None = None  # tokens, rows of the result, when it was sent
         self._sending_since: float | None = None
@@ -265,7 +275,7 @@ class ChannelStage:
             self._progress(nbytes)
         elif message.kind == Kind.LOG:
             if message.header.get("fatal"):
-                self._last_words = _text(message)
+                self._last_words = _SOURCE.sub("", _text(message))
             log.warning("device %s: %s", self.label, _text(message))
         elif message.kind != Kind.PONG:
             raise self._lose(f"it sent garbage: {message.kind.name} is out of place")
@@ -325,8 +335,10 @@ class IsolatedStage(ChannelStage):
         channel = PipeChannel(connection, outgoing, incoming, result_bytes, self._process.kill)
         try:
             opening = open_header(str(model), device, spec, config.n_embd)
-            patience = OPENING_RPC_SECONDS if device.endpoint else OPENING_SECONDS
-            super().__init__(channel, opening, spec, config, label or device.name, progress, patience)
+            network = bool(device.endpoint)
+            patience = OPENING_RPC_SECONDS if network else OPENING_SECONDS
+            name = label or device.name
+            super().__init__(channel, opening, spec, config, name, progress, patience, network)
         except BaseException:
             self._end()
             self._free(connection)

@@ -79,30 +79,38 @@ def on_worker(model: Path, spec: StageSpec, device: DeviceSpec) -> Iterator[Remo
 
     secret = secrets.token_hex()
     with tempfile.TemporaryDirectory() as folder:
+        listen = ["worker", "--listen", "127.0.0.1:0", "--json", "--cache-dir", folder]
         process = subprocess.Popen(
-            [
-                sys.executable,
-                "-m",
-                "cli",
-                "worker",
-                "--listen",
-                "127.0.0.1:0",
-                "--json",
-                "--cache-dir",
-                folder,
-            ],
+            [sys.executable, "-m", "cli", *listen],
             cwd=ROOT,
             env={**os.environ, "HETERO_WORKER_SECRET": secret},
             stdout=subprocess.PIPE,
         )
-        assert process.stdout is not None
-        (address,) = json.loads(process.stdout.readline())["listening"]
-        gguf = open_gguf(model)
-        config = read_config(gguf)
-        part = ModelPart(gguf, config, spec.first, spec.last)
-        yield RemoteStage(part, config, replace(device, worker=address), spec, secret.encode())
-        process.terminate()
-        process.wait()
+        try:
+            assert process.stdout is not None
+            (address,) = json.loads(process.stdout.readline())["listening"]
+            gguf = open_gguf(model)
+            config = read_config(gguf)
+            part = ModelPart(gguf, config, spec.first, spec.last)
+            yield RemoteStage(part, config, replace(device, worker=address), spec, secret.encode())
+        finally:
+            process.terminate()
+            process.wait()
+
+
+def compare(stages) -> None:
+    """Run the stages in turns, and print a row for each."""
+    print(f"{'sequences':>9}  {'stage':22}{'ms/step':>9}{'outside':>9}{'hop':>8}")
+    for sequences in (1, 16):
+        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in stages}
+        for _ in range(ROUNDS):
+            for name, stage in stages.items():
+                rows[name] += run(stage, sequences)[5:]
+        base = None
+        for name, values in rows.items():
+            wall, outside = (statistics.median(column) for column in zip(*values, strict=True))
+            base = outside if base is None else base
+            print(f"{sequences:9}  {name:22}{wall:9.3f}{outside:9.3f}{outside - base:8.3f}")
 
 
 def main() -> None:
@@ -131,27 +139,16 @@ def main() -> None:
             arguments.model, config, device, replace(spec), shared_memory=False
         ),
     }
-    started = contextlib.ExitStack()
-    if arguments.worker:
-        stages["worker"] = started.enter_context(on_worker(arguments.model, spec, device))
     if arguments.rpc:
         stages["rpc-server"] = IsolatedStage(
             arguments.model, config, DeviceSpec("RPC0", endpoint=arguments.rpc), spec
         )
-    print(f"{'sequences':>9}  {'stage':22}{'ms/step':>9}{'outside':>9}{'hop':>8}")
-    for sequences in (1, 16):
-        rows: dict[str, list[tuple[float, float]]] = {name: [] for name in stages}
-        for _ in range(ROUNDS):
-            for name, stage in stages.items():
-                rows[name] += run(stage, sequences)[5:]
-        base = None
-        for name, values in rows.items():
-            wall, outside = (statistics.median(column) for column in zip(*values, strict=True))
-            base = outside if base is None else base
-            print(f"{sequences:9}  {name:22}{wall:9.3f}{outside:9.3f}{outside - base:8.3f}")
-    for stage in stages.values():
-        stage.close()
-    started.close()
+    with contextlib.ExitStack() as started:
+        if arguments.worker:
+            stages["worker"] = started.enter_context(on_worker(arguments.model, spec, device))
+        compare(stages)
+        for stage in stages.values():
+            stage.close()
 
 
 if __name__ == "__main__":

@@ -97,6 +97,40 @@ def _healthy(base: str) -> bool:
         return False
 
 
+@contextlib.contextmanager
+def rpc_server(core: int) -> Iterator[str]:
+    """One of ggml's RPC servers on one core and one thread; its endpoint."""
+    endpoint = f"127.0.0.1:{free_port()}"
+    code = f"import rpc_tools; rpc_tools.serve({endpoint!r}, {core})"
+    root = Path(__file__).resolve().parents[2]
+    paths = os.pathsep.join([str(root), str(root / "tests" / "device")])
+    process = subprocess.Popen([sys.executable, "-c", code], env=os.environ | {"PYTHONPATH": paths})
+    try:
+        host, port = endpoint.split(":")
+        deadline = time.perf_counter() + START_LIMIT_S
+        while True:
+            try:
+                socket.create_connection((host, int(port)), 1.0).close()
+                break
+            except OSError:
+                if process.poll() is not None or time.perf_counter() > deadline:
+                    raise SystemExit(
+                        "ggml's RPC server did not start; was it built with -DGGML_RPC=ON?"
+                    ) from None
+                time.sleep(0.05)
+        yield endpoint
+    finally:
+        process.kill()
+        process.wait()
+
+
+def sample(base: str, name: str) -> float:
+    """One sample of a Prometheus metric, named with its labels."""
+    with urllib.request.urlopen(f"{base}/metrics", timeout=5) as answer:
+        lines = answer.read().decode().splitlines()
+    return next(float(line.rpartition(" ")[2]) for line in lines if line.startswith(f"{name} "))
+
+
 def metric(base: str, name: str) -> float:
     """The sum of a Prometheus metric's samples at `base`/metrics."""
     with urllib.request.urlopen(f"{base}/metrics", timeout=5) as answer:

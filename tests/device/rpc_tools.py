@@ -14,8 +14,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def serve(endpoint: str) -> None:
-    """Run in the server's process: the CPU, one thread, until it is killed."""
+def serve(endpoint: str, core: int | None = None) -> None:
+    """Run in the server's process: the CPU, one thread, perhaps on one core, until it is killed."""
+    if core is not None and hasattr(os, "sched_setaffinity"):
+        os.sched_setaffinity(0, {sorted(os.sched_getaffinity(0))[core]})
     from backends.ggml.lib import STR, P, ggml
 
     lib = ggml()

@@ -6,8 +6,10 @@ import asyncio
 import json
 import random
 
+import numpy as np
 import pytest
 from aiohttp import web
+from attention import ORDINARY, Decode
 from load import Timing, measure, send_all
 from servers import metric
 from workload import WORKLOADS, Job, text
@@ -38,6 +40,16 @@ def test_measure():
     assert found["prefill tok/s"] == pytest.approx(2000.0)
     assert found["output tok/s"] == pytest.approx(16 * 21 / 4.5)
     assert found["p95 TTFT s"] == pytest.approx(2.5)
+
+
+def test_the_attention_benchmark_attends_to_its_pools(monkeypatch):
+    """All values are the same number, so their average is that; `nbytes` is keys and values of each token."""
+    monkeypatch.setattr("attention.CACHE_BYTES", 1 << 17)
+    decode = Decode(heads=6, kv_heads=2, dim=32, sequences=3, context=70, threads=2)
+    assert decode.layers == 3 and decode.nbytes == 2 * 2 * 3 * 70 * 2 * 32
+    decode.out[:] = 0
+    assert decode.seconds() > 0
+    assert decode.out == pytest.approx(np.full((3, 6, 32), float(ORDINARY)), rel=1e-5)
 
 
 async def _stream(request: web.Request) -> web.StreamResponse:

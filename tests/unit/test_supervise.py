@@ -17,6 +17,7 @@ from backends.base import StageLost
 from hetero.engine import DEVICE_UNAVAILABLE
 from hetero.pipeline import supervise
 from hetero.pipeline.isolated import (
+    DRIVER_SECONDS,
     FIRST_SECONDS,
     NEW_PATIENCE,
     NEW_SECONDS,
@@ -240,7 +241,7 @@ def test_all_requests_end_when_a_stage_is_lost(depth: int, rounds: int) -> None:
 
 @given(st.lists(st.tuples(st.integers(1, 4096), st.floats(0, 100)), max_size=30), st.integers(1, 4096))
 def test_deadlines_are_patient(steps: list[tuple[int, float]], tokens: int) -> None:
-    deadlines = Deadlines()
+    deadlines = Deadlines(network=True)
     assert deadlines.seconds(tokens) == FIRST_SECONDS
     for i, (count, seconds) in enumerate(steps):
         deadlines.observe(count, seconds)
@@ -250,7 +251,7 @@ def test_deadlines_are_patient(steps: list[tuple[int, float]], tokens: int) -> N
 
 
 def test_deadlines_of_a_quick_device_and_of_a_slow_one() -> None:
-    quick, slow = Deadlines(), Deadlines()
+    quick, slow = Deadlines(network=True), Deadlines(network=True)
     for deadlines, seconds in ((quick, 0.005), (slow, 1.0)):
         for _ in range(3):
             deadlines.observe(1, seconds)
@@ -264,6 +265,10 @@ def test_deadlines_of_a_quick_device_and_of_a_slow_one() -> None:
     for _ in range(300):
         quick.observe(1, 0.005)
     assert quick.seconds(1) == STEP_SECONDS
+    local = Deadlines()
+    for _ in range(3):
+        local.observe(1, 0.005)
+    assert local.seconds(1) == local.seconds(512) == DRIVER_SECONDS, "it answers pings while it compiles"
 
 
 # -- in any order ----------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ w words of 4 bytes for one block of one token, the tile of T tokens that starts 
     0       8 words: 4 codes each, i8           64 words: 4 codes each, i8
     1       scale, f32                          scale, f32
     2       scale * sum of the codes, f32       4 words: sums of 32 codes, two i16 each
-    3       -(sum of the codes), i32            16 words: -32 * (sum of 16 codes), i32
+    3       -128 * (sum of the codes), i32      16 words: -32 * (sum of 16 codes), i32
 
 A code is x / scale rounded to nearest, ties to even; scale = max |x| / 127. A block whose largest magnitude
 is below 2^-100 counts as zero; an infinity or a NaN makes the scale one, and so the token's outputs.
@@ -30,7 +30,7 @@ from backends.cpu.features import cpu_level
 from backends.cpu.matmul.layout import BLOCKWISE, FLOATS, SUPERBLOCKWISE, Format, Scaling
 from backends.cpu.simd import F32, I8X16, I32, I32X16, LANES, Emitter, Value, kernel
 
-TOKEN_BLOCK = 192  # tokens that pass over a panel together; tiles do not straddle it
+TOKEN_BLOCK = 174  # tokens that pass over a panel together, a third of 512; tiles do not straddle it
 # what 16 registers of 256 bits hold, or 32 of 512
 LARGEST_TILE = 8 if cpu_level() == "avx512_vnni" else 2
 BLOCK_ELEMENTS = (32, 256, 32)  # by kind
@@ -89,20 +89,22 @@ def _quantize_block(x: Emitter, kind: int, values: list[Value], out: list[Value]
     stride = x.mul(tile, 4)
     scale, inverse = _scale_of(x, values)
     factor = x.splat(inverse)
-    sums = []  # of 16 codes
+    numbers = []
     for v in values:
         rounded = b.bitcast(x.fma(v, factor, x.splat_f32(_ROUNDER)), I32X16)
         words = b.bitcast(b.trunc(rounded, I8X16), ir.VectorType(I32, 4))
         for word in range(4):
             x.store(b.extract_element(words, x.const(word, I32)), codes, align=4)
             codes = x.add(codes, stride)
-        sums.append(x.reduce_add(b.sub(rounded, x.splat_i32(_ROUNDER_BITS))))
+        numbers.append(b.sub(rounded, x.splat_i32(_ROUNDER_BITS)))
     x.store(scale, scale_at, align=4)
-    totals = [b.add(sums[i], sums[i + 1]) for i in range(0, len(sums), 2)]  # of 32 codes
     if kind == BLOCKWISE:
-        x.store(b.fmul(scale, b.sitofp(totals[0], F32)), third, align=4)
-        x.store(b.neg(totals[0]), fourth, align=4)
+        total = x.reduce_add(b.add(*numbers))
+        x.store(b.fmul(scale, b.sitofp(total, F32)), third, align=4)
+        x.store(b.mul(total, x.const(-128, I32)), fourth, align=4)
         return
+    sums = [x.reduce_add(v) for v in numbers]  # of 16 codes
+    totals = [b.add(first, second) for first, second in zip(sums[::2], sums[1::2], strict=True)]  # of 32
     for low, high in zip(totals[::2], totals[1::2], strict=True):
         pair = b.or_(b.and_(low, x.const(0xFFFF, I32)), b.shl(high, x.const(16, I32)))
         x.store(pair, third, align=4)

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import functools
 
-import numpy as np
 from numba import cfunc, njit
 
 from backends.cpu import jit  # noqa: F401  (sets numba's cache folder)
 from backends.cpu.matmul.activations import LARGEST_TILE, REGION_BYTES, TOKEN_BLOCK, sum_region, tile_size
 from backends.cpu.matmul.layout import FLOATS, FORMATS
 from backends.cpu.matmul.tiles import multiply_tile
-from backends.cpu.matmul.unpack import clear_rows, copy_floats, copy_rows, prefetch_lines, unpack_superblocks
+from backends.cpu.matmul.unpack import (
+    clear_rows,
+    copy_floats,
+    copy_rows,
+    prefetch_lines,
+    prefetch_rows,
+    unpack_superblocks,
+)
 
 CHUNK = 18  # most blocks along k that are unpacked at a time (all of 576); 16 for the K formats
 FLOAT_CHUNK = 8  # of floats, which are not unpacked, that stay in the first cache with a tile's activations
-DIRECT_TOKENS = 24 if LARGEST_TILE == 8 else 4  # up to here weights are decoded in registers, not unpacked
+DIRECT_TOKENS = 64 if LARGEST_TILE == 8 else 12  # up to here weights are decoded in registers, not unpacked
 ACCUMULATOR_BYTES = TOKEN_BLOCK * 128
 UNPACKED_BYTES = 24 * 1024
 SCRATCH_BYTES = ACCUMULATOR_BYTES + UNPACKED_BYTES
@@ -24,7 +30,8 @@ SIGNATURE = "void(" + ", ".join(["int64"] * 10) + ")"
 
 
 @njit(cache=True)
-def _store_panel(rows, y, row_bytes, count, columns):
+def _store_tile(rows, y, row_bytes, count, columns):
+    """Copy `count` rows of 32 floats to y, where as many as `columns` of a row belong."""
     if columns >= 32:
         copy_rows((rows, y, row_bytes, count))
         return
@@ -58,27 +65,23 @@ def compiled_matmul(type_id: int):
 
     @cfunc(SIGNATURE, nopython=True, cache=True)
     def matmul(packed, m, k, activations, n_tokens, y, y_row_bytes, scratch, ith, nth):
-        panels = (m + 31) // 32
-        superblocks = k // elements
-        panel_bytes = superblocks * packed_bytes
+        panels, superblocks = (m + 31) // 32, k // elements
         rows = scratch + ith * SCRATCH_BYTES
         unpacked = rows + ACCUMULATOR_BYTES
         scales = activations + n_tokens * superblocks * code_step
         sums = activations + n_tokens * superblocks * sum_start
-        chunk = superblocks
-        if n_tokens > DIRECT_TOKENS:
-            chunk = _chunk_superblocks(superblocks, limit)
+        chunk = _chunk_superblocks(superblocks, limit) if n_tokens > DIRECT_TOKENS else superblocks
         for begin in range(0, n_tokens, TOKEN_BLOCK):
             end = min(n_tokens, begin + TOKEN_BLOCK)
             unpack = end - begin > DIRECT_TOKENS
             for panel in range(panels * ith // nth, panels * (ith + 1) // nth):
-                clear_rows((rows, np.int64(end - begin)))
+                target = y + begin * y_row_bytes + 128 * panel
+                clear_rows((rows, end - begin))
                 for first in range(0, superblocks, chunk):
                     count = min(chunk, superblocks - first)
-                    w = packed + panel * panel_bytes + first * packed_bytes
+                    w = source = packed + (panel * superblocks + first) * packed_bytes
                     following = w + count * packed_bytes
                     lines = (count * packed_bytes // 64 * 6) // (end - begin) + 1
-                    source = w
                     if unpack and bits < 8:
                         source = unpacked
                         unpack_superblocks(type_id, 0, (w, unpacked, count))
@@ -92,11 +95,15 @@ def compiled_matmul(type_id: int):
                         if n_tokens > DIRECT_TOKENS:
                             prefetch_lines((following, lines))
                             following += 64 * lines
+                        last = first + count == superblocks
+                        if last:
+                            y_next = target + (token - begin) * y_row_bytes  # is missing from the caches
+                            prefetch_rows((y_next, y_row_bytes, min(size, end - token)))
                         if unpack:
-                            multiply_tile(type_id, 1, (np.int64(size), w, source, q, a, s, out, count))
+                            multiply_tile(type_id, 1, (size, w, source, q, a, s, out, count))
                         else:
-                            multiply_tile(type_id, 0, (np.int64(size), w, source, q, a, s, out, count))
-                target = y + begin * y_row_bytes + 128 * panel
-                _store_panel(rows, target, y_row_bytes, np.int64(end - begin), np.int64(m - 32 * panel))
+                            multiply_tile(type_id, 0, (size, w, source, q, a, s, out, count))
+                        if last:
+                            _store_tile(out, y_next - size * y_row_bytes, y_row_bytes, size, m - 32 * panel)
 
     return matmul

@@ -84,7 +84,9 @@ class _Tile:
         total = self.splat(x.splat_i32(0))
         if not (affine or self.signed):
             starts = [x.broadcast_i32(sums, 4 * t) for t in range(self.size)]
-            total = [[x.shift_right(v, -self.fmt.offset_bits) for v in starts] for _ in range(GROUPS)]
+            if self.fmt.offset_bits < 7:
+                starts = [x.b.ashr(v, x.splat_i32(7 - self.fmt.offset_bits)) for v in starts]
+            total = [list(starts) for _ in range(GROUPS)]
         for word, weights in self.words(x.add(w, self.header_bytes)):
             self.dot(total, word, weights, activations)
         d = scales.factor()
@@ -102,8 +104,9 @@ class _Tile:
         x, load = self.x, {F16: self.x.load_f16, BF16: self.x.load_bf16, F32: self.x.load}[self.fmt.type_id]
         row_bytes = self.fmt.bits // 8
         if not self.cached:  # one request a line: with two, 8 tokens were half as fast
+            ahead = NEAR if self.size == 1 else FAR
             for line in range(0, self.superblock_bytes, 64):
-                x.prefetch(w, FAR + line, 3)
+                x.prefetch(w, ahead + line, 3)
         z = self.splat(x.splat_f32(0.0))
         for i in range(BLOCK):
             weights = [load(w, row_bytes * (PANEL_ROWS * i + LANES * g)) for g in range(GROUPS)]

@@ -97,3 +97,15 @@ def prefetch_lines(x: Emitter, address: Value, lines: Value) -> None:
         return [x.add(carried[0], 64)]
 
     x.loop(lines, [address], line)
+
+
+@kernel
+def prefetch_rows(x: Emitter, rows: Value, stride: Value, count: Value) -> None:
+    """Fetch `count` rows of 32 floats, `stride` bytes apart, for writing; count may be 0."""
+
+    def row(_: Value, carried: list[Value]) -> list[Value]:
+        for g in range(GROUPS):
+            x.prefetch(carried[0], 64 * g, 3, write=True)
+        return [x.add(carried[0], stride)]
+
+    x.loop_maybe(count, [rows], row)
