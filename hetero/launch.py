@@ -31,7 +31,6 @@ if TYPE_CHECKING:
     from backends.cpu.observe import ObservingStage
     from backends.ggml.stage import StageSpec
     from hetero.async_engine import AsyncEngine, ModelInfo
-    from hetero.pipeline.precompile import SamplerCompiler
     from hetero.pipeline.runner import Runner
     from hetero.plan.calibrate import OpenStage
     from hetero.plan.times import DeviceTimes
@@ -157,14 +156,13 @@ def load(
     from hetero.text.tokenizer import Tokenizer
 
     plan = prepared.plan
-    with _showing_compilation(progress) as show, _sampler_compiler(prepared) as compiling:
+    with _showing_compilation(progress) as show:
         try:
             tokenizer = Tokenizer(prepared.model.path)
         except ValueError as exc:  # its vocabulary is missing or of an unknown kind
             raise LaunchError(str(exc)) from exc
         template = _chat_template(settings, prepared.gguf, tokenizer)
         stages = open_stages(prepared, settings, show)
-        compiling.wait(show, 0.9)
         show("preparing the sampler", 0.9)
         sampler = Sampler(prepared.config.n_vocab)
         sampler.warmup()
@@ -228,20 +226,10 @@ def open_observer(
     return Runner([stage]), stage
 
 
-def _sampler_compiler(prepared: Prepared) -> SamplerCompiler:
-    from backends.cpu import jit
-    from hetero.pipeline.precompile import SamplerCompiler
-
-    cores = devices.usable_cores() if jit.CACHE_IS_SHARED else 1
-    return SamplerCompiler(jit.CACHE_FOLDER, prepared.config.n_vocab, cores)
-
-
 @contextmanager
 def _showing_compilation(progress: ProgressCallback) -> Iterator[ProgressCallback]:
     """Hands phases on, and says so whenever numba compiles instead of loading what it compiled before."""
     from numba.core import event
-
-    from hetero.pipeline.precompile import COMPILING
 
     done = 0.0
 
@@ -252,7 +240,7 @@ def _showing_compilation(progress: ProgressCallback) -> Iterator[ProgressCallbac
 
     class Compiling(event.Listener):
         def on_start(self, event: object) -> None:
-            progress(COMPILING, done)
+            progress("compiling kernels for this CPU (first start only)", done)
 
         def on_end(self, event: object) -> None:
             pass

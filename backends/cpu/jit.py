@@ -75,4 +75,3 @@ def _set_cache_folder() -> Path:
 
 
 CACHE_FOLDER = _set_cache_folder()
-CACHE_IS_SHARED = not CACHE_FOLDER.name.startswith("hetero-jit-")  # with other processes, and later ones
