@@ -1,4 +1,4 @@
-# make serve | test | lint | bench | bench-kernels | bench-attention.  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
+# make serve | test | lint | bench | bench-kernels | bench-attention | bench-memory.  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
 PYTHON ?= python3
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
 BIN := .venv/bin
@@ -8,7 +8,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-kernels bench-attention install clean
+.PHONY: serve test lint docs bench bench-kernels bench-attention bench-memory install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -34,6 +34,10 @@ bench-kernels: $(STAMP)
 # How fast our attention reads keys and values while decoding.
 bench-attention: $(STAMP)
 	$(BIN)/python tests/bench/attention.py $(ARGS)
+
+# Memory and load time against the size of the file.
+bench-memory: $(STAMP)
+	$(BIN)/python tests/bench/load_time.py $(ARGS)
 
 install: $(STAMP)
 

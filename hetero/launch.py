@@ -343,7 +343,7 @@ def _model_info(prepared: Prepared, settings: Settings, n_ctx: int, has_template
         n_vocab=prepared.config.n_vocab,
         kv_tokens=prepared.plan.kv_tokens,
         n_params=count_parameters(prepared.gguf),
-        size_bytes=prepared.model.path.stat().st_size,
+        size_bytes=prepared.gguf.nbytes,
         quantization=quantization(prepared.gguf),
         created=int(prepared.model.path.stat().st_mtime),
         has_chat_template=has_template,

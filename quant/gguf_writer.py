@@ -1,11 +1,11 @@
-"""The head of a GGUF file, from values and tensors (the format is drawn in quant/gguf.py)."""
+"""The head of a GGUF file, from values and tensors (the format is drawn in quant/gguf_head.py)."""
 
 from __future__ import annotations
 
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 
-from quant.gguf import DEFAULT_ALIGNMENT, MAGIC, TensorInfo
+from quant.gguf_head import DEFAULT_ALIGNMENT, MAGIC, TensorInfo
 
 _CODES = {
     "u8": (0, "B"), "i8": (1, "b"), "u16": (2, "H"), "i16": (3, "h"), "u32": (4, "I"), "i32": (5, "i"),

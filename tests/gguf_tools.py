@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from quant.gguf import open_gguf
 from quant.types import GGML_TYPES, TYPE_IDS, row_bytes
 
 VALUE_TYPES = {
@@ -147,6 +148,27 @@ def rewrite(
             raws[name] = tensor
     alignment = changes.get("general.alignment", 32)
     return _write(path_out, list(entries.values()), raws, alignment)
+
+
+def split_gguf(path_in: Path, prefix: Path, parts: int) -> list[Path]:
+    """A file's tensors in `parts` files beside each other, named and marked as llama.cpp does."""
+    with open_gguf(path_in) as file:
+        raws: dict[str, Raw | None] = {
+            t.name: Raw(GGML_TYPES[t.type].name, t.shape, file.tensor_data(t.name).tobytes())
+            for t in file.tensors.values()
+        }
+    size, paths = -(-len(raws) // parts), []
+    for number in range(parts):
+        keys = {"split.no": Typed("u16", number), "split.count": Typed("u16", parts)}
+        keys["split.tensors.count"] = Typed("i32", len(raws))
+        here = dict(list(raws.items())[number * size : (number + 1) * size])
+        path = prefix.with_name(f"{prefix.name}-{number + 1:05d}-of-{parts:05d}.gguf")
+        if number == 0:
+            rewrite(path_in, path, keys, {name: None for name in raws if name not in here})
+        else:
+            write_gguf(path, keys, {name: raw for name, raw in here.items() if raw is not None})
+        paths.append(path)
+    return paths
 
 
 def _skip(data: bytes, pos: int, type_id: int) -> int:

@@ -6,8 +6,8 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
-from backends.cpu.attention import load_i64
 from backends.cpu.simd import F32, I32, I32X16, LANES, Emitter, Value, ir, kernel
+from backends.cpu.words import load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 NUM_PARAMS = 1  # word 0: address of the number of rows

@@ -30,13 +30,13 @@ from backends.cpu.attention_kernels import (
     CHUNK,
     SCORE_ROW_BYTES,
     divide_by_sum,
-    fill_zero,
     reset_state,
     score_rows,
     softmax_update,
     value_rows,
 )
-from backends.cpu.simd import I32, I64, Emitter, Value, kernel
+from backends.cpu.simd import I64
+from backends.cpu.words import fill_zero, load_i32, load_i64, store_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 # scratch of one thread: scores, then int64 arrays of QUERY_ROWS or CHUNK_BLOCKS entries
@@ -65,21 +65,6 @@ def fetch_add(typing_context, address, amount):
         return builder.atomic_rmw("add", pointer, args[1], "monotonic")
 
     return types.int64(types.int64, types.int64), codegen
-
-
-@kernel(returns=types.int64)
-def load_i64(x: Emitter, address: Value) -> Value:
-    return x.load(address, 0, I64, 8)
-
-
-@kernel(returns=types.int64)
-def load_i32(x: Emitter, address: Value) -> Value:
-    return x.b.sext(x.load(address, 0, I32, 4), I64)
-
-
-@kernel
-def store_i64(x: Emitter, address: Value, value: Value) -> None:
-    x.store(value, address, 0, 8)
 
 
 @njit(nogil=True, cache=True)

@@ -130,15 +130,6 @@ def weighted_values(
 
 
 @kernel
-def fill_zero(x: Emitter, address: Value, vectors: Value) -> None:
-    def body(_: Value, carried: list[Value]) -> list[Value]:
-        x.store(x.splat_f32(0.0), carried[0])
-        return [x.add(carried[0], 64)]
-
-    x.loop_maybe(vectors, [address], body)
-
-
-@kernel
 def reset_state(x: Emitter, state: Value) -> None:
     x.store(x.f32(float("-inf")), state, 0, 4)
     x.store(x.f32(0.0), state, 4, 4)
@@ -234,7 +225,6 @@ __all__ = [
     "CHUNK",
     "SCORE_ROW_BYTES",
     "divide_by_sum",
-    "fill_zero",
     "reset_state",
     "score_rows",
     "softmax_update",

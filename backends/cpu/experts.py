@@ -14,7 +14,7 @@ import numpy as np
 from numba import cfunc, njit
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
-from backends.cpu.attention import fetch_add, load_i32, load_i64
+from backends.cpu.attention import fetch_add
 from backends.cpu.linear import quantize_mode
 from backends.cpu.matmul.activations import BLOCK_ELEMENTS, region_addresses, tile_size
 from backends.cpu.matmul.unpack import copy_rows
@@ -37,6 +37,7 @@ from backends.cpu.routing import (
     source_of,
 )
 from backends.cpu.simd import Emitter, Value, call_address, kernel
+from backends.cpu.words import load_i32, load_i64
 from backends.ggml.lib import WORD_DATA
 
 # words of a matrix among the parameters; bytes of an expert and a panel, and as in linear.py

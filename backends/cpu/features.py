@@ -17,8 +17,9 @@ def cpu_level() -> str:
     avx512_vnni  u8 x i8 dot products on 512-bit registers
     avx_vnni     the same on 256-bit registers
     avx2         the same from 16-bit multiplications, with f16 conversion and fma
-    dotprod      ARM i8 x i8 dot products
-    generic      none of these
+    dotprod      ARM i8 x i8 dot products: our matmul compiles for it and is tested in an emulator, but was
+                 timed on no such machine, so ggml's matmul, which has the same instructions, is used
+    generic      none of these: ggml's matmul is used
     """
     available = available_levels()
     wanted = os.environ.get("HETERO_CPU_LEVEL")

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from backends.cpu import argmax, linear, matmul
+from backends.cpu import argmax, embedding, linear, matmul
 from backends.cpu import attention as attend
 from backends.cpu import rope_store as store
 from backends.cpu.packed import PackedWeight, PackedWeights
@@ -40,6 +40,20 @@ class CpuGraphBuilder(GraphBuilder):
         self.kv, self.packed = kv, packed
         self._count_at = kv.header.word_address(TOKENS)  # where the number of real rows stands
         self._parameters: list[np.ndarray] = []  # the graph points into these
+
+    def embed(self, ids: int, name: str, scale: float) -> int:
+        if name not in self.packed:
+            return super().embed(ids, name, scale)
+        w, p = self.packed[name], self._new_parameters(embedding.NUM_PARAMS)
+        p[embedding.E_COUNT_AT], p[embedding.E_PACKED], p[embedding.E_K] = (
+            self._count_at,
+            w.data.ctypes.data,
+            w.k,
+        )
+        p[embedding.E_FUNCTION] = embedding.compiled_lookup(w.type_id).address
+        p[embedding.E_SCRATCH] = self.kv.matmul_scratch.ctypes.data
+        x = self.custom(w.k, self.rows, (ids,), embedding.embed_operator.address, p)
+        return x if scale == 1.0 else self.lib.scale(self.context, x, scale)
 
     def select(self, x: int, rows: int) -> int:
         selected = super().select(x, rows)

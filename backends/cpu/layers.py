@@ -56,7 +56,7 @@ class CpuLayers:
                 turn_off_tiles(device, type_id)
         self.min_rows = max((buffers[gguf.tensors[n].type][1] for n in flat), default=1)
         extra = {n: buffers[gguf.tensors[n].type][0] for n in flat if n != EMBEDDING or not lookup}
-        plain = [n for n in names if n not in ours or (n == EMBEDDING and lookup)]
+        plain = [n for n in names if n not in ours]  # packed embeddings are looked up where they are
         self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
         self._packed = PackedWeights(gguf, ours, device.threads, progress)
         self.weight_bytes = self.weights.nbytes + self._packed.nbytes

@@ -17,7 +17,6 @@ from numba import cfunc, njit, types
 from numba.extending import intrinsic
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
-from backends.cpu.attention import load_i64
 from backends.cpu.matmul.activations import (
     BLOCK_ELEMENTS,
     BLOCKWISE,
@@ -31,6 +30,7 @@ from backends.cpu.matmul.activations import (
 )
 from backends.cpu.simd import F32, I32, Emitter, Value, call_address, kernel, kernel_family
 from backends.cpu.vecmath import exp
+from backends.cpu.words import load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 PLAIN, NORM, SILU, GELU = range(4)  # what happens to the source before it is quantized

@@ -13,9 +13,9 @@ from numba import cfunc, njit, types
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
 from backends.cpu import step as S
-from backends.cpu.attention import fill_zero, load_i32, load_i64
 from backends.cpu.simd import F16, F32, Emitter, Value, ir, kernel
 from backends.cpu.vecmath import clamp_half
+from backends.cpu.words import fill_zero, load_i32, load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
 # words of the operator's parameters; floats are stored as the bits of a float32

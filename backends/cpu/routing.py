@@ -20,7 +20,6 @@ import numpy as np
 from numba import cfunc, njit, types
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
-from backends.cpu.attention import load_i32, load_i64, store_i64
 from backends.cpu.linear import BLOCK_BYTES, NUM_KINDS, float_bits
 from backends.cpu.matmul.activations import (
     BLOCK_ELEMENTS,
@@ -32,6 +31,7 @@ from backends.cpu.matmul.activations import (
 from backends.cpu.matmul.drive import SCRATCH_BYTES as MATMUL_SCRATCH_BYTES
 from backends.cpu.simd import F32, I32, Emitter, Value, kernel
 from backends.cpu.vecmath import exp_scalar
+from backends.cpu.words import load_i32, load_i64, store_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 from backends.ggml.models.experts import SMALLEST_SUM
 

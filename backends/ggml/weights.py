@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import mmap
 from collections.abc import Callable, Iterable, Mapping
+
+import numpy as np
 
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.lib import BUFFER_USAGE_WEIGHTS, ggml
 from quant.gguf import GGUFFile, TensorInfo
 
 HOST_ALIGNMENT = 32  # ggml's CPU kernels expect it of a tensor's first byte
+# Smaller tensors are copied: touching one in the mapping can map 2 MiB of the file around it, and norms lie
+# among matrices that are nowhere else read from there.
+MAPPED_FROM = 256 << 10
 
 Progress = Callable[[int], None]  # called with bytes done since the last call
 
@@ -32,14 +38,16 @@ class Weights:
         self.nbytes = 0
         self._contexts: list[int] = []
         own = buffer_types or {}
-        mapped: list[TensorInfo] = []
+        mapped: dict[int, list[TensorInfo]] = {}  # by part of a split model
         copied: dict[int, list[TensorInfo]] = {}
         for info in (gguf.tensors[n] for n in names):
-            if info.name not in own and device.from_host_ptr and info.offset % HOST_ALIGNMENT == 0:
-                mapped.append(info)
+            aligned = device.from_host_ptr and info.offset % HOST_ALIGNMENT == 0
+            if info.name not in own and aligned and info.nbytes >= MAPPED_FROM:
+                mapped.setdefault(info.part, []).append(info)
             else:
                 copied.setdefault(own.get(info.name, device.buffer_type), []).append(info)
-        self._place_mapped(mapped, device, progress)
+        for infos in mapped.values():
+            self._place_mapped(infos, device, progress)
         for buffer_type, infos in copied.items():
             self._place_copied(infos, device, buffer_type, progress)
 
@@ -69,8 +77,7 @@ class Weights:
         return self._contexts[-1]
 
     def _place_mapped(self, infos: list[TensorInfo], device: Device, progress: Progress | None) -> None:
-        if not infos:
-            return
+        """`infos` are of one file."""
         context = self._context(len(infos))
         base = self._gguf.tensor_data(infos[0].name).ctypes.data - infos[0].offset
         first = min(i.offset for i in infos) // 4096 * 4096
@@ -100,8 +107,11 @@ class Weights:
             )
         self._buffers.append(buffer)
         self._lib.backend_buffer_set_usage(buffer, BUFFER_USAGE_WEIGHTS)
+        # read, not mapped, and not from malloc: both could stay in memory when the copy is done
+        staging = np.frombuffer(mmap.mmap(-1, max(i.nbytes for i in infos)), np.uint8)
         for info, tensor in zip(infos, tensors, strict=True):
-            data = self._gguf.tensor_data(info.name)
+            data = staging[: info.nbytes]
+            self._gguf.read_into(info.name, 0, data)
             self._lib.backend_tensor_set(tensor, data.ctypes.data, 0, info.nbytes)
             if progress:
                 progress(info.nbytes)

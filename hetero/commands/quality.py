@@ -177,7 +177,7 @@ def _report(
         key: {
             "path": str(model.model.path),
             "quantization": quantization(model.gguf),
-            "size_bytes": model.model.path.stat().st_size,
+            "size_bytes": model.gguf.nbytes,
             "perplexity": dataclasses.asdict(ppl),
         }
         for key, model, ppl in (
@@ -209,7 +209,7 @@ def _show(reference: Prepared, other: Prepared, windows: np.ndarray, found: Summ
     rows = [
         ("model", *(m.model.name for m in models)),
         ("format", *(quantization(m.gguf) for m in models)),
-        ("size", *(format_size(m.model.path.stat().st_size) for m in models)),
+        ("size", *(format_size(m.gguf.nbytes) for m in models)),
         ("perplexity", _plus_minus(found.reference_ppl, 4), _plus_minus(found.other_ppl, 4)),
         ("perplexity ratio", "", _plus_minus(found.ppl_ratio, 5)),
         ("KL divergence, mean", "", f"{_plus_minus(found.kl_mean, 6)} nats"),

@@ -74,9 +74,9 @@ def quantize(request: Request) -> int:
 
 def _quantize(request: Request, ftype: int, overrides: tuple[tuple[str, int], ...]) -> int:
     path = resolve(request.source).path
-    if request.target is not None and not request.dry_run:
-        _check_target(request.target, path, request.force)
     with open_gguf(path) as source:
+        if request.target is not None and not request.dry_run:
+            _check_target(request.target, source.paths, request.force)
         if not source.tensors:
             raise QuantizeError(f"{path}: there are no tensors in it")
         _check_patterns(overrides, source)
@@ -132,13 +132,13 @@ def _types(request: Request) -> tuple[int, tuple[tuple[str, int], ...]]:
     return FTYPES[name], tuple(overrides)
 
 
-def _check_target(target: Path, source: Path, force: bool) -> None:
+def _check_target(target: Path, sources: list[Path], force: bool) -> None:
     """Raises QuantizeError when the output cannot be put at `target`."""
     if not target.parent.is_dir():
         raise QuantizeError(f"{target}: there is no folder {target.parent}")
     if not target.exists():
         return
-    if target.samefile(source):
+    if any(target.samefile(source) for source in sources):
         raise QuantizeError(f"{target}: is the file to be quantized itself")
     if not target.is_file():
         raise QuantizeError(f"{target}: is not a file")

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
@@ -11,40 +11,33 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import Driver
-from gguf_tools import Raw, rewrite
 from reference import forward
-from tiny_models import libllama_logits, tiny_model
+from tiny_models import libllama_logits
 
 from quant.blocks import dequantize
-from quant.gguf import open_gguf
+from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
 
-ROOT = Path(__file__).resolve().parents[2]
-# Both sides multiply the same weights by activations rounded to 8 bits, which through eight layers moves
-# the logits by 3.6 % (of norms) from the exact ones, and libllama with flash attention as far from libllama
+TOKENS = 64
+# Both sides multiply the same weights by activations rounded to 8 bits, which through 12 layers moves
+# the logits by 3.8 % (of norms) from the exact ones, and libllama with flash attention as far from libllama
 # without. We may be no farther from either than that, with this much room for chance.
 SPREAD_ROOM = 1.25
 ROUNDED_ACTIVATIONS_BOUND = 0.06  # in case all three were to go wrong together
-TOP1 = 0.9
+TOP1_ROOM = 0.1  # of the tokens; the best of 49,152 random logits are close
 
 
-@pytest.fixture(scope="module")
-def f16_path(tmp_path_factory) -> Path:
-    """25 million random weights in rows of 512 and 1,536."""
-    sizes = {"n_layers": 8, "n_embd": 512, "n_ff": 1536, "n_heads": 8, "n_kv_heads": 4, "head_dim": 64}
-    types = {"weight_type": "F16", "embedding_type": "F16", "tied": False}
-    return tiny_model(tmp_path_factory.mktemp("random") / "f16.gguf", **sizes, **types)
+class Decoded:
+    """A model's weights as float32, in the form that `forward` reads."""
 
+    def __init__(self, file: GGUFFile):
+        self._file, self.tensors = file, file.tensors
 
-def exact_logits(path: Path, driver: Driver, ids: list[int], tmp_path: Path) -> np.ndarray:
-    """Of the decoded weights, in float64 but for the f16 KV cache."""
-    with open_gguf(path) as file:
-        weights: dict[str, Raw | None] = {}
-        for t in file.tensors.values():
-            values = dequantize(t.type, file.tensor_data(t.name), t.shape[::-1])
-            weights[t.name] = Raw("F32", t.shape, values.astype("<f4").tobytes())
-    with open_gguf(rewrite(path, tmp_path / "f32.gguf", {}, weights)) as file:
-        return forward(file, driver.config, ids, np.float16)
+    def tensor_data(self, name: str) -> np.ndarray:
+        t = self.tensors[name]
+        return (
+            dequantize(t.type, self._file.tensor_data(name), t.shape[::-1]).astype(np.float32).view(np.uint8)
+        )
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -52,20 +45,23 @@ def relative(got: np.ndarray, want: np.ndarray) -> float:
 
 
 @pytest.mark.parametrize("type_name", ["Q5_K_M", "Q6_K"])
-def test_logits_of_quantized_models(type_name: str, f16_path: Path, tmp_path: Path):
-    out = tmp_path / "quantized.gguf"
-    command = [sys.executable, "-m", "cli", "quantize", str(f16_path), str(out), "--type", type_name]
-    subprocess.run([*command, "--strict"], cwd=ROOT, check=True, capture_output=True, timeout=60)
-    ids = [int(i) for i in np.random.default_rng(0).integers(3, 300, 100)]
-    driver = Driver(out)
-    types = {GGML_TYPES[t.type].name for t in driver.gguf.tensors.values() if len(t.shape) > 1}
+def test_logits_of_quantized_models(type_name: str, quantized: Callable[[str], Path]):
+    path = quantized(type_name)
+    driver = Driver(path)
+    ids = np.random.default_rng(0).integers(3, driver.config.n_vocab, TOKENS).tolist()
+    matrices = [t for t in driver.gguf.tensors.values() if len(t.shape) > 1]
+    assert sum(t.shape[0] * t.shape[1] for t in matrices) > 100e6
+    types = {GGML_TYPES[t.type].name for t in matrices}
     assert types == ({"Q5_K", "Q6_K"} if type_name == "Q5_K_M" else {"Q6_K"})
-    ours, exact = driver.logits(ids), exact_logits(out, driver, ids, tmp_path)
+    ours = driver.logits(ids)
+    exact = forward(Decoded(driver.gguf), driver.config, ids, np.float16)  # type: ignore[arg-type]
     driver.close()
-    plain, flash = libllama_logits(out, ids), libllama_logits(out, ids, flash=True)
+    plain, flash = libllama_logits(path, ids), libllama_logits(path, ids, flash=True)
     spread = relative(flash, plain)
     print(f"ours to libllama {relative(ours, plain):.4f}, libllama to itself {spread:.4f}")
     print(f"to exact: ours {relative(ours, exact):.4f}, libllama {relative(plain, exact):.4f}")
+    best, agree = plain.argmax(1), (flash.argmax(1) == plain.argmax(1)).mean()
+    print(f"same best token: ours {(ours.argmax(1) == best).mean():.2f}, libllama with itself {agree:.2f}")
     assert relative(ours, plain) <= min(SPREAD_ROOM * spread, ROUNDED_ACTIVATIONS_BOUND)
     assert relative(ours, exact) <= SPREAD_ROOM * relative(plain, exact)
-    assert (ours.argmax(1) == plain.argmax(1)).mean() >= TOP1
+    assert (ours.argmax(1) == best).mean() >= agree - TOP1_ROOM

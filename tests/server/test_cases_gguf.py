@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.gguf_tools import head, kv, rewrite, tensor_info
+from tests.gguf_tools import head, kv, rewrite, split_gguf, tensor_info
 
 from .real import ROOT, Oracle, refusal_of
 
@@ -75,6 +75,37 @@ def test_g03_another_alignment_gives_the_same_tokens(smollm2_path: Path, oracle:
             assert other(prompt, 32) == oracle(prompt, 32)
     finally:
         other.close()
+
+
+@pytest.fixture
+def g05(smollm2_path: Path, tmp_path: Path) -> list[Path]:
+    return split_gguf(smollm2_path, tmp_path / "g05", 3)
+
+
+def test_g05_a_split_model_gives_the_same_tokens(g05: list[Path], oracle: Oracle) -> None:
+    other = Oracle(g05[0])
+    try:
+        for prompt in ("Once upon a time", "def fibonacci(n):"):
+            assert other(prompt, 32) == oracle(prompt, 32)
+    finally:
+        other.close()
+
+
+@pytest.mark.parametrize("case", ["part 2", "missing", "cat", "renamed"])
+def test_g05_parts_that_cannot_be_served(case: str, g05: list[Path]) -> None:
+    served, words = g05[0], [g05[2].name, "No such file"]
+    if case == "part 2":
+        served, words = g05[1], ["load the first part", g05[0].name]
+    elif case == "missing":
+        g05[2].unlink()
+    elif case == "cat":
+        served, words = g05[0].with_name("g05_cat.gguf"), ["g05_cat.gguf", "do not join"]
+        served.write_bytes(b"".join(p.read_bytes() for p in g05))
+    else:
+        served, words = g05[0].rename(g05[0].with_name("other.gguf")), ["other.gguf", "-00001-of-00003.gguf"]
+    line, seconds = refusal_of("serve", str(served))
+    assert [w for w in words if w not in line] == [], line
+    assert seconds < 2.0
 
 
 def test_g07_the_other_byte_order_is_named(tmp_path: Path) -> None:

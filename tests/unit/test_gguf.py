@@ -165,12 +165,6 @@ def test_not_gguf(tmp_path):
     assert "cannot be read" in refused(tmp_path)
 
 
-def test_split_files_are_refused(tmp_path):
-    path = write_gguf(tmp_path / "a.gguf", {"split.no": 0, "split.count": 3}, {})
-    assert "split into 3 files" in refused(path)
-    open_gguf(write_gguf(tmp_path / "a.gguf", {"split.count": 1}, {})).close()
-
-
 def entry(type_id: int, payload: bytes) -> bytes:
     return head(0, 1) + string("k") + struct.pack("<I", type_id) + payload + bytes(64)
 
@@ -282,8 +276,9 @@ def test_random_damage_gives_an_error_or_a_sound_file(tmp_path):
 
 @pytest.mark.parametrize("model", ["smollm2_path", "gemma3_path"])
 def test_real_models(model, request):
+    path = request.getfixturevalue(model)  # which may have to be made
     start = time.process_time()
-    with open_gguf(request.getfixturevalue(model)) as gguf:
+    with open_gguf(path) as gguf:
         assert time.process_time() - start < 0.3
         assert gguf.architecture in ("llama", "gemma3")
         rows = gguf.tensors["token_embd.weight"].shape[1]

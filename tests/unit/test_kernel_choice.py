@@ -34,6 +34,15 @@ def test_ours_only_where_it_was_measured_to_be_no_slower(monkeypatch):
     assert choice.kernel_for(TYPE_IDS["Q4_0"], "dotprod") == "ggml"
 
 
+@pytest.mark.parametrize("level", ["dotprod", "generic"])
+def test_levels_without_measured_kernels_are_ggmls(level, smollm2_path, monkeypatch):
+    monkeypatch.setattr(matmul, "cpu_level", lambda: level)
+    monkeypatch.setattr(choice, "cpu_level", lambda: level)
+    with open_gguf(smollm2_path) as gguf:
+        assert not any(packable(gguf, t.name) for t in gguf.tensors.values() if len(t.shape) > 1)
+    assert {choice.kernel_for(type_id) for type_id in FORMATS} == {"ggml"}
+
+
 @has_kernels
 def test_a_weight_is_packed_only_where_ours_was_chosen(smollm2_path, monkeypatch):
     gguf = open_gguf(smollm2_path)

@@ -39,6 +39,22 @@ def test_names(folder: Path):
     assert models.list_names(folder) == ["nested", "tiny"]
 
 
+def test_split_models(folder: Path):
+    parts = [f"big-{i:05d}-of-00002.gguf" for i in (1, 2)]
+    for name in parts:
+        (folder / name).write_bytes(GGUF)
+    assert models.list_names(folder) == ["big", "nested", "tiny"]
+    assert resolve("big").path == resolve("big-00001-of-00002").path == folder / parts[0]
+    assert resolve("big").name == resolve(str(folder / parts[0])).name == "big"
+    (folder / "nested" / "inner.gguf").unlink()
+    for name in parts:
+        (folder / name).rename(folder / "nested" / name)
+    assert resolve("nested").path == folder / "nested" / parts[0]
+    (folder / "nested" / "other.gguf").write_bytes(GGUF)
+    with pytest.raises(ModelError, match=r"exactly one \.gguf file or split model, not 2"):
+        resolve("nested")
+
+
 def test_default_is_the_packaged_model(smollm2_path):
     assert resolve(None).path == smollm2_path
     assert resolve(None).name == "SmolLM2-135M-Instruct.Q4_1"

@@ -12,7 +12,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from click.testing import CliRunner
-from gguf_tools import Raw, head, kv, rewrite, write_gguf
+from gguf_tools import Raw, head, kv, rewrite, split_gguf, write_gguf
 from tiny_models import libllama_logits, tiny_model
 
 import cli
@@ -310,3 +310,21 @@ def test_a_bad_importance_matrix(tensor: str, tiny_path: Path, tmp_path: Path):
         entries["w.counts"] = np.ones((1, 2), np.float32)
     matrix = write_gguf(tmp_path / "m.gguf", {"general.type": "imatrix"}, entries)
     assert_refused(run_here(tiny_path, tmp_path / "o.gguf", "Q4_K_M", "--imatrix", matrix), "m.gguf", "w.")
+
+
+def test_a_split_model_becomes_one_file(tiny_path: Path, tmp_path: Path):
+    parts = split_gguf(tiny_path, tmp_path / "tiny", 3)
+    whole, joined = tmp_path / "whole.gguf", tmp_path / "joined.gguf"
+    for source, out in ((tiny_path, whole), (parts[0], joined)):
+        done = run_here(source, out, "Q6_K")
+        assert done.returncode == 0, done.stderr
+    with open_gguf(whole) as one, open_gguf(joined) as other:
+        assert not any(key.startswith("split.") for key in other.metadata)
+        assert list(other.metadata) == list(one.metadata) and set(other.tensors) == set(one.tensors)
+        for name, info in one.tensors.items():
+            assert other.tensors[name].type == info.type
+            assert other.tensor_data(name).tobytes() == one.tensor_data(name).tobytes()
+    assert_refused(run_here(parts[0], parts[2], "Q6_K", "--force"), parts[2].name, "itself")
+    assert_refused(run_here(parts[1], tmp_path / "b.gguf", "Q6_K"), "load the first part", parts[0].name)
+    parts[2].unlink()
+    assert_refused(run_here(parts[0], tmp_path / "b.gguf", "Q6_K"), parts[2].name, "part 3 of 3")

@@ -10,6 +10,9 @@ kernel, since results must not depend on the batch, so ours has to be no slower 
                   AVX2 and AVX-VNNI, since a CPU that has no more would run that one
     avx2          likewise, with a ggml built for AVX2
 
+There is no row for dotprod (ARM), where everything goes through ggml's kernels: tests/unit/test_arm.py shows
+in an emulator that our inner loops give the same bits there, but nobody has timed them on such a machine.
+
 Fastest runs, which take turns, in the thread's own time; one to two measurements. With one token ours reads
 the weights at nearly the memory's bandwidth, and ggml's best are not far from it: at F16 both are there (0.94
 and 1.06 in two measurements, 1.0 here). BF16 at avx512_vnni loses to avx512_bf16 from 64 tokens on.

@@ -8,11 +8,12 @@ from llvmlite import ir
 
 from backends.cpu.features import cpu_level
 from backends.cpu.matmul.layout import Format
-from backends.cpu.simd import I1, I8X64, I32X16, Emitter, Value
+from backends.cpu.simd import I1, I8X16, I8X64, I32X16, Emitter, Value
 
 GROUPS = 2  # registers of 16 rows in a panel
-I8X32, I16X16, I16X32, I32X8 = (
-    ir.VectorType(ir.IntType(bits), n) for bits, n in ((8, 32), (16, 16), (16, 32), (32, 8))
+I8X32, I16X16, I16X32, I32X4, I32X8, I32X32 = (
+    ir.VectorType(ir.IntType(bits), n)
+    for bits, n in ((8, 32), (16, 16), (16, 32), (32, 4), (32, 8), (32, 32))
 )
 
 PerGroup = list[Value]
@@ -58,6 +59,12 @@ def _look_up(x: Emitter, fmt: Format, indexes: Value) -> Value:
             "llvm.x86.avx512.pshuf.b.512", I8X64, ir.Constant(I8X64, table * 4), x.b.bitcast(indexes, I8X64)
         )
         return x.b.bitcast(found, I32X16)
+    if cpu_level() == "dotprod":
+        quarters = [
+            x.call("llvm.aarch64.neon.tbl1.v16i8", I8X16, ir.Constant(I8X16, table), part)
+            for part in _bytes_of_quarters(x, indexes)
+        ]
+        return _join_quarters(x, [x.b.bitcast(part, I32X4) for part in quarters])
     halves = [
         x.call(
             "llvm.x86.avx2.pshuf.b",
@@ -79,6 +86,8 @@ def dot_bytes(x: Emitter, total: Value, weights: Value, activations: Value, sign
     level = cpu_level()
     if level == "avx512_vnni":  # LLVM 22 takes vectors of bytes, and still reads this older form
         return x.call("llvm.x86.avx512.vpdpbusd.512", I32X16, total, weights, activations)
+    if level == "dotprod":
+        return _dot_neon(x, total, weights, activations, signed)
     halves = []
     for start in (0, 8):
         part, w, a = (x.part(v, start, 8) for v in (total, weights, activations))
@@ -100,11 +109,42 @@ def _dot_avx2(x: Emitter, total: Value, weights: Value, activations: Value, sign
     return x.b.add(total, x.call("llvm.x86.avx2.pmadd.wd", I32X8, pairs, ir.Constant(I16X16, [1] * 16)))
 
 
+def counts_as_signed(fmt: Format) -> bool:
+    """Whether a format's codes go to `dot_bytes` as signed ones, and need no correction for an offset."""
+    return fmt.offset_bits == 7 and cpu_level() in ("avx2", "dotprod")
+
+
+def _dot_neon(x: Emitter, total: Value, weights: Value, activations: Value, signed: bool) -> Value:
+    """Signed times signed: codes below 128 are the same either way."""
+    quarters = []
+    for i, (w, a) in enumerate(
+        zip(_bytes_of_quarters(x, weights), _bytes_of_quarters(x, activations), strict=True)
+    ):
+        if signed:
+            w = x.b.xor(w, ir.Constant(I8X16, [-128] * 16))
+        quarters.append(x.call("llvm.aarch64.neon.sdot.v4i32.v16i8", I32X4, x.part(total, 4 * i, 4), w, a))
+    return _join_quarters(x, quarters)
+
+
+def _bytes_of_quarters(x: Emitter, vector: Value) -> list[Value]:
+    return [x.b.bitcast(x.part(vector, start, 4), I8X16) for start in range(0, 16, 4)]
+
+
+def _join_quarters(x: Emitter, quarters: list[Value]) -> Value:
+    return x.concat(x.concat(*quarters[:2]), x.concat(*quarters[2:]))
+
+
 def dot_pairs(x: Emitter, total: Value, mins: Value, sums: Value) -> Value:
     """total + the dot product of each lane's two i16; `mins` is <32 x i16>, `sums` <16 x i32>."""
     if cpu_level() == "avx512_vnni":
         return x.call("llvm.x86.avx512.vpdpwssd.512", I32X16, total, x.b.bitcast(mins, I32X16), sums)
     sums = x.b.bitcast(sums, I16X32)
+    if cpu_level() == "dotprod":
+        products = x.b.mul(x.b.sext(mins, I32X32), x.b.sext(sums, I32X32))
+        even, odd = (
+            x.b.shuffle_vector(products, products, ir.Constant(I32X16, list(range(i, 32, 2)))) for i in (0, 1)
+        )
+        return x.b.add(total, x.b.add(even, odd))
     halves = [
         x.call("llvm.x86.avx2.pmadd.wd", I32X8, x.part(mins, 16 * half, 16), x.part(sums, 16 * half, 16))
         for half in (0, 1)

@@ -17,12 +17,12 @@ where mins is the integer dot product of the superblock's m and its activation s
 
 from __future__ import annotations
 
-from backends.cpu.features import cpu_level
 from backends.cpu.matmul.activations import LARGEST_TILE, REGION_BYTES, sum_region
 from backends.cpu.matmul.codes import (
     GROUPS,
     PerGroup,
     Words,
+    counts_as_signed,
     decode_words,
     dot_bytes,
     dot_pairs,
@@ -43,7 +43,7 @@ class _Tile:
     def __init__(self, x: Emitter, fmt: Format, size: int, cached: bool) -> None:
         self.x, self.fmt, self.size, self.cached = x, fmt, size, cached
         self.unpacked = unpacked = cached and fmt.bits < 8
-        self.signed = fmt.offset_bits == 7 and cpu_level() == "avx2"
+        self.signed = counts_as_signed(fmt)
         self.code_bytes = BLOCK * PANEL_ROWS if unpacked else fmt.code_bytes
         self.header_bytes = fmt.unpacked_header_bytes if unpacked else fmt.header_bytes
         self.superblock_bytes = fmt.unpacked_bytes if unpacked else fmt.packed_bytes
