@@ -64,6 +64,9 @@ class BatchLike(Protocol):
     @property
     def copies(self) -> Sequence[BlockCopyLike]: ...
 
+    @property
+    def only_argmax(self) -> bool: ...
+
 
 class StageBackend(Protocol):
     """Consecutive layers of a model on one device, with their KV pools."""
@@ -75,7 +78,8 @@ class StageBackend(Protocol):
     def compute(self) -> np.ndarray:
         """Run the prepared step.
 
-        Returns float32 [T, n_embd], or the logits [L, n_vocab] from the last stage. The array is
+        Returns float32 [T, n_embd], or the logits [L, n_vocab] from the last stage; none, [0, n_vocab], where
+        the batch wants `only_argmax` and it is known: they are most of what a stage hands on. The array is
         overwritten only after as many further calls as steps can be in flight, the result of a
         pipeline of one stage by the next call.
         """

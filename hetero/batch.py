@@ -61,9 +61,10 @@ class Batch:
     cu_seqlens_q: np.ndarray
     logits_rows: np.ndarray
     copies: list[BlockCopy]
+    only_argmax: bool = False  # of the logits nothing but the largest is asked for
 
 
-def build(step: Step, num_groups: int, block_size: int) -> Batch:
+def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = False) -> Batch:
     """Turn a step into arrays. Every scheduled position must lie inside the block tables."""
     size = len(step.requests)
     counts = np.array(step.num_scheduled_tokens, np.int32)
@@ -92,6 +93,7 @@ def build(step: Step, num_groups: int, block_size: int) -> Batch:
         cu_seqlens_q=cu_seqlens,
         logits_rows=last_rows[np.asarray(step.sampled, bool)],
         copies=step.copies,
+        only_argmax=only_argmax,
     )
 
 

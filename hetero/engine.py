@@ -189,7 +189,8 @@ class Engine:
         flight = _Flight(step)
         self._flights.append(flight)
         try:
-            self.runner.submit(batch.build(step, len(self.scheduler.kv.groups), self.block_size))
+            groups, greedy = len(self.scheduler.kv.groups), self._is_greedy(step)
+            self.runner.submit(batch.build(step, groups, self.block_size, greedy))
         except Exception as error:  # kept until its turn: results are taken in in order
             flight.error = error
         for request in step.requests:
@@ -198,6 +199,12 @@ class Engine:
                 generation.scheduled = True
                 self._stats.queue.observe(self.clock() - request.arrival_time)
         return True
+
+    def _is_greedy(self, step: Step) -> bool:
+        """Whether each next token is simply the likeliest one."""
+        due = (r for r, sampled in zip(step.requests, step.sampled, strict=True) if sampled)
+        generations = (self._generations[r.request_id] for r in due)
+        return all(g.state.plain and g.grammar is None for g in generations)
 
     def _take_in(self, flight: _Flight) -> None:
         if flight.error is not None:

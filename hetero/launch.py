@@ -290,8 +290,11 @@ def open_stages(prepared: Prepared, settings: Settings, progress: ProgressCallba
 def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[StageSpec]:
     from hetero.pipeline.opening import stage_spec
 
-    groups, tokens, seqs = prepared.plan.groups, settings.max_num_batched_tokens, settings.max_num_seqs
-    return [stage_spec(groups, planned.layers, tokens, seqs, depth) for planned in prepared.plan.stages]
+    plan, tokens, seqs = prepared.plan, settings.max_num_batched_tokens, settings.max_num_seqs
+    return [
+        stage_spec(plan.groups, planned.layers, tokens, seqs, depth, plan.max_model_len)
+        for planned in plan.stages
+    ]
 
 
 def _counter(prepared: Prepared, progress: ProgressCallback) -> Callable[[int], None]:

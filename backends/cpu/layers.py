@@ -71,7 +71,7 @@ class CpuLayers:
         """The kernels read block tables: the shape of a graph does not depend on what is attended."""
         return NO_LAYOUT
 
-    def largest_layout(self, rows: int) -> Layout:
+    def largest_layout(self, rows: int, max_context: int) -> Layout:
         return NO_LAYOUT
 
     def embed(self, g: GraphBuilder) -> tuple[int, int]:

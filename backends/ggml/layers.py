@@ -85,16 +85,15 @@ class DeviceLayers:
             self.gathered += not everywhere
         return layout
 
-    def largest_layout(self, rows: int) -> Layout:
-        """A step whose graph needs as much memory as any: one sequence over the whole pool, gathered."""
+    def largest_layout(self, rows: int, max_context: int) -> Layout:
+        """A step whose graph needs as much memory as any: one sequence as long as can be, gathered."""
         spans = []
         for window, used, blocks in zip(self._windows, self._used, self._num_blocks, strict=True):
-            most = (
-                blocks * BLOCK_SIZE
-                if window is None
-                else min(blocks * BLOCK_SIZE, window + rows + BLOCK_SIZE)
-            )
-            spans.append(layouts.span_of(max(most, min(GATHERED, blocks * BLOCK_SIZE))) if used else 0)
+            pool = blocks * BLOCK_SIZE
+            most = min(pool, max_context or pool)
+            if window is not None:
+                most = min(most, window + rows + BLOCK_SIZE)
+            spans.append(layouts.span_of(max(most, min(GATHERED, pool))) if used else 0)
         part = Part(1, rows, tuple(spans), (False,) * len(spans))
         nothing = np.zeros(1, np.int32)
         member = Member(nothing, [nothing] * len(spans))

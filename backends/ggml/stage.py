@@ -36,7 +36,8 @@ class StageSpec:
     """What a stage holds: layers [first, last), and how large its steps can get.
 
     `group_of[layer]` is the layer's KV group, `num_blocks[group]` the size of that group's pools.
-    `depth` is the number of steps in flight: so many results must stay valid side by side.
+    `depth` is the number of steps in flight: so many results must stay valid side by side. No sequence
+    has more than `max_context` tokens; 0: as many as the pools.
     """
 
     first: int
@@ -46,6 +47,7 @@ class StageSpec:
     max_tokens: int
     max_logits: int
     depth: int = 1
+    max_context: int = 0
 
 
 @dataclass(slots=True)
@@ -91,7 +93,11 @@ class GgmlStage:
         # the largest graph first: its compute buffer then serves all the others
         low = self._layers.min_rows
         rows = max(low, spec.max_tokens)
-        self._graph(rows, max(low, spec.max_logits) if self.is_last else 0, self._layers.largest_layout(rows))
+        self._graph(
+            rows,
+            max(low, spec.max_logits) if self.is_last else 0,
+            self._layers.largest_layout(rows, spec.max_context),
+        )
         width = config.n_vocab if self.is_last else config.n_embd
         rows = spec.max_logits if self.is_last else spec.max_tokens
         # with a single stage a result is used before the next step starts
@@ -100,6 +106,7 @@ class GgmlStage:
             None if in_place else [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
         )
         self._prepared: tuple[_Graph, int] | None = None  # and the number of rows of its result
+        self._only_argmax = False  # is asked for of that step
         self.graph_seconds = 0.0  # of the last step
         self.argmax: np.ndarray | None = None  # likewise
 
@@ -121,6 +128,7 @@ class GgmlStage:
         if graph.keep is not None:
             self._set(graph.keep, _padded(batch.logits_rows, shape_of(graph.keep)[0]))
         self._prepared = graph, logits if self.is_last else tokens
+        self._only_argmax = batch.only_argmax
 
     def compute(self) -> np.ndarray:
         """See base.StageBackend. Raises StageError when the device fails."""
@@ -134,7 +142,7 @@ class GgmlStage:
         if graph.argmax is not None:
             self.argmax = np.empty(count, np.int32)
             self._get(graph.argmax, self.argmax)
-        result = self._result(graph, count)
+        result = self._result(graph, 0 if self._only_argmax and self.argmax is not None else count)
         self._lib.backend_synchronize(self.device.backend)
         self.graph_seconds = time.perf_counter() - start
         self._alive.clear()

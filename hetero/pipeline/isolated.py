@@ -25,7 +25,7 @@ from backends.base import BatchLike, DeviceSpec, StageLost
 from backends.ggml.devices import DeviceError
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageError, StageSpec
-from hetero.pipeline import child
+from hetero.pipeline import child, deadlines
 from hetero.pipeline.channel import Channel, ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.messages import (
     counts_of,
@@ -47,54 +47,13 @@ OPENING_PINGS = 60  # while it starts, which can keep its reader from the interp
 OPENING_SECONDS = 600.0  # without a byte of progress; the first start on a machine compiles kernels
 OPENING_RPC_SECONDS = 60.0  # the same over the network: that may just have lost the other machine
 DEVICE_SECONDS = 3.0  # for a few bytes
-STEP_SECONDS = 4.0  # the least that a step may take over ggml's RPC before the server counts as hung
-DRIVER_SECONDS = 60.0  # the same elsewhere: a driver may compile a kernel at any new shape
-PATIENCE = 20.0  # times the slowest step of its size, lately
-NEW_SECONDS = 20.0  # the least for a size that was not seen before: kernels are compiled, graphs are built
-NEW_PATIENCE = 3.0  # times what other sizes make one expect at most
-FIRST_SECONDS = 60.0  # for the first steps of all
 _SOURCE = re.compile(r"^.*?\.\w{1,4}:\d+: ")  # where in ggml: for the log, not for a user
-FADING = 0.99  # of a slow step's weight, with each further one
 CLOSE_SECONDS = 3.0
 
 _AWAITED = {
     Kind.OPENED: "it was not opened", Kind.RESULT: "a step has not ended",
     Kind.CHECKED: "its device does not answer",
 }  # fmt: skip
-
-
-class Deadlines:
-    """How long a step may take, from how long steps took. Sizes are classes of doubling token counts."""
-
-    def __init__(self, network: bool = False) -> None:
-        """`network`: whoever computes cannot be asked whether it lives, so that only time tells."""
-        self._network = network
-        self._slowest: dict[int, float] = {}  # size: seconds
-        self._steps = 0
-
-    def seconds(self, tokens: int) -> float:
-        size = tokens.bit_length()
-        if size in self._slowest:
-            return max(self.least, PATIENCE * self._slowest[size])
-        if not self._slowest:
-            return FIRST_SECONDS
-        guess = min(seconds * 2.0 ** max(0, size - seen) for seen, seconds in self._slowest.items())
-        return max(self.least, NEW_SECONDS, NEW_PATIENCE * guess)
-
-    @property
-    def least(self) -> float:
-        return STEP_SECONDS if self._network else DRIVER_SECONDS
-
-    def observe(self, tokens: int, seconds: float) -> None:
-        self._steps += 1
-        if self._steps > 1:  # the first loads what the later ones find in memory
-            size = tokens.bit_length()
-            self._slowest[size] = max(FADING * self._slowest.get(size, 0.0), seconds)
-
-    def check_invariants(self) -> None:
-        assert len(self._slowest) < max(1, self._steps)
-        for size, slowest in self._slowest.items():
-            assert self.seconds(1 << (size - 1)) >= max(self.least, PATIENCE * slowest)
 
 
 class ChannelStage:
@@ -124,9 +83,10 @@ class ChannelStage:
         self.graph_seconds = 0.0
         self.lost: str | None = None
         self._counters: dict[str, int] = {}
-        self._deadlines = Deadlines(network)
+        self._deadlines = deadlines.Deadlines(network)
         self._busy = threading.Lock()  # held from prepare to the end of compute, and by check
-        self._pending: tuple[int, int, float] | None = None  # tokens, rows of the result, when it was sent
+        # tokens, rows of the result, whether their largest logits are enough, when it was sent
+        self._pending: tuple[int, int, bool, float] | None = None
         self._sending_since: float | None = None
         self._last_words = ""  # of an assertion
         self._progress = progress or (lambda nbytes: None)
@@ -150,10 +110,11 @@ class ChannelStage:
             self._step_id += 1
             header = {
                 "step": self._step_id, "groups": len(batch.slot_mapping), "hidden": hidden is not None,
+                "only_argmax": batch.only_argmax,
             }  # fmt: skip
             tokens = len(batch.positions)
             rows = len(batch.logits_rows) if self.is_last else tokens
-            self._pending = tokens, rows, time.monotonic()
+            self._pending = tokens, rows, batch.only_argmax, time.monotonic()
             self._send(Kind.STEP, header, step_arrays(batch, hidden))
         except BaseException:
             self._pending = None
@@ -163,7 +124,7 @@ class ChannelStage:
     def compute(self) -> np.ndarray:
         """See base.StageBackend. Raises StageError when the device failed but lives, else StageLost."""
         assert self._pending is not None, "no step was prepared"
-        (tokens, rows, start), self._pending = self._pending, None
+        (tokens, rows, only_argmax, start), self._pending = self._pending, None
         try:
             message = self._await((Kind.RESULT, Kind.FAILED), self._deadlines.seconds(tokens), SILENT_PINGS)
         finally:
@@ -174,7 +135,7 @@ class ChannelStage:
         try:
             if message.header.get("step") != self._step_id:
                 raise WireError("the result of another step")
-            result, self.argmax, self.graph_seconds = result_of(message, rows, self.width)
+            result, self.argmax, self.graph_seconds = result_of(message, rows, self.width, only_argmax)
             self._counters = counts_of(message, "counters")
         except WireError as error:
             raise self._lose(str(error)) from None
@@ -193,7 +154,7 @@ class ChannelStage:
         """
         self._require()
         since = self._sending_since
-        if since is not None and time.monotonic() - since > STEP_SECONDS:
+        if since is not None and time.monotonic() - since > deadlines.STEP_SECONDS:
             self.channel.abort()
         if self._busy.acquire(blocking=False):
             try:

@@ -3,9 +3,9 @@
 OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "width": n_embd}
 PROGRESS  {"bytes": loaded since the last one}
 OPENED    {"memory": {purpose: bytes}}
-STEP      {"step": id, "groups": G, "hidden": bool}; arrays as in step_arrays
+STEP      {"step": id, "groups": G, "hidden": bool, "only_argmax": bool}; arrays as in step_arrays
 RESULT    {"step": id, "argmax": bool, "graph_seconds": s, "counters": {name: count since the start}};
-              arrays: rows f4 [n, width], argmax i4 [n]
+              arrays: rows f4 [n, width] (none if only_argmax and known), argmax i4 [n]
 FAILED    {"text": one line}, to OPEN, STEP or CHECK
 LOG       {"text": one line, "fatal": bool}, at any time
 PING PONG     {}: the process lives, whatever it is doing
@@ -43,6 +43,7 @@ class WireBatch:
     cu_seqlens_q: np.ndarray
     logits_rows: np.ndarray
     copies: list[BlockCopy]
+    only_argmax: bool
 
 
 def open_header(model: str, device: DeviceSpec, stage: StageSpec, width: int) -> dict[str, Any]:
@@ -66,7 +67,15 @@ def read_stage(header: dict[str, Any]) -> StageSpec:
         except (KeyError, TypeError, ValueError):
             raise WireError("group_of is not [[layer, group], ...]") from None
     spec = _dataclass(StageSpec, parts)
-    sizes = (spec.first, spec.last, spec.max_tokens, spec.max_logits, spec.depth, *spec.num_blocks)
+    sizes = (
+        spec.first,
+        spec.last,
+        spec.max_tokens,
+        spec.max_logits,
+        spec.depth,
+        spec.max_context,
+        *spec.num_blocks,
+    )
     if not all(type(n) is int and 0 <= n < 1 << 31 for n in sizes) or len(spec.num_blocks) > MAX_GROUPS:
         raise WireError("the stage's sizes are no sizes")
     return spec
@@ -133,14 +142,21 @@ def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch,
     hidden = arrays[-1] if with_hidden else None
     if hidden is not None and (hidden.dtype != np.float32 or hidden.shape != (count, width)):
         raise WireError("hidden rows of the wrong shape")
-    return WireBatch(ids, positions, slots, tables, context, cu, rows, copied), hidden
+    only_argmax = message.header.get("only_argmax") is True
+    return WireBatch(ids, positions, slots, tables, context, cu, rows, copied, only_argmax), hidden
 
 
-def result_of(message: Message, rows: int, width: int) -> tuple[np.ndarray, np.ndarray | None, float]:
-    """(rows float32 [rows, width], argmax int32 [rows] or None, graph seconds) of a RESULT."""
+def result_of(
+    message: Message, rows: int, width: int, only_argmax: bool
+) -> tuple[np.ndarray, np.ndarray | None, float]:
+    """(rows float32 [rows, width], argmax int32 [rows] or None, graph seconds) of a RESULT.
+
+    No rows where `only_argmax` was asked for and has come.
+    """
     arrays, seconds = message.arrays, message.header.get("graph_seconds")
     with_argmax = message.header.get("argmax") is True
-    good = len(arrays) == 1 + with_argmax and arrays[0].shape == (rows, width)
+    wanted = 0 if only_argmax and with_argmax else rows
+    good = len(arrays) == 1 + with_argmax and arrays[0].shape == (wanted, width)
     good = good and arrays[0].dtype == np.float32 and isinstance(seconds, float | int)
     if not good or (with_argmax and (arrays[1].shape != (rows,) or arrays[1].dtype != np.int32)):
         raise WireError("a result of the wrong shape")

@@ -75,9 +75,14 @@ class StageOpener:
 
 
 def stage_spec(
-    groups: Sequence[KVGroup], layers: tuple[int, int], max_tokens: int, max_logits: int, depth: int = 1
+    groups: Sequence[KVGroup],
+    layers: tuple[int, int],
+    max_tokens: int,
+    max_logits: int,
+    depth: int = 1,
+    max_context: int = 0,
 ) -> StageSpec:
-    """What a stage of layers [first, last) holds under a plan's KV groups."""
+    """What a stage of layers [first, last) holds under a plan's KV groups. See StageSpec."""
     return StageSpec(
         first=layers[0],
         last=layers[1],
@@ -86,6 +91,7 @@ def stage_spec(
         max_tokens=max_tokens,
         max_logits=max_logits,
         depth=depth,
+        max_context=max_context,
     )
 
 

@@ -20,7 +20,7 @@ LIVE_ROWS = 4  # n_ff- and n_embd-wide activations that a step's graph holds at 
 
 def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFacts:
     """Sizes in bytes. KV is f16. Weights and the compute buffer are bounded from above: every weight
-    repacked, and the embeddings kept twice where they are the output head too; the widest activations.
+    repacked; the widest activations.
     """
     token = config.n_head_kv * (config.head_dim_k + config.head_dim_v) * F16_BYTES
     heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
@@ -41,6 +41,7 @@ def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFac
         layer_bytes=tuple(int(REPACKED * size) for size in layers),
         embed_bytes=int(embed),
         head_bytes=int(head),
+        shared_bytes=int(embed) if tied else 0,
         compute_bytes=limits.max_num_batched_tokens * row,
         logits_bytes=limits.max_num_seqs * config.n_vocab * F32_BYTES,
         rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,

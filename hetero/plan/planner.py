@@ -8,6 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from backends.ggml.attention_layout import GATHERED
 from hetero.config import format_size
 from hetero.kv.groups import KVGroup
 
@@ -24,10 +25,10 @@ class ModelFacts:
 
     `layer_windows[i]`, `kv_bytes_per_token[i]` (K and V of one token) and `layer_bytes[i]` (weights)
     are of layer i. `embed_bytes` are the weights that the first stage has on top, `head_bytes` those of
-    the last: a matrix that is both is counted in both. `compute_bytes` is what a step's graph needs,
-    `logits_bytes` what the last stage's needs on top; `rows_bytes` is what a stage hands on in a step.
-    A device without kernels of ours gathers a
-    sequence's KV first: `gather_bytes_per_token` for each token of the KV cache.
+    the last; of these, a stage that is both holds `shared_bytes` once only (a matrix that is both).
+    `compute_bytes` is what a step's graph needs, `logits_bytes` what the last stage's needs on top;
+    `rows_bytes` is what a stage hands on in a step. A device without kernels of ours gathers a sequence's
+    KV first: `gather_bytes_per_token` for each of its tokens.
     """
 
     n_ctx_train: int
@@ -40,6 +41,7 @@ class ModelFacts:
     logits_bytes: int = 0
     rows_bytes: int = 0
     gather_bytes_per_token: int = 0
+    shared_bytes: int = 0
 
     @property
     def n_layer(self) -> int:
@@ -266,6 +268,13 @@ def explain_shortage(plan: Plan) -> str:
     return f"{'; '.join(parts)}; {change}"
 
 
+def gathered_bytes(facts: ModelFacts, limits: Limits, place: Place, tokens: int) -> int:
+    """What a stage there needs for gathered KV and its masks, with a KV cache of `tokens` tokens."""
+    if not place.gathers:
+        return 0
+    return facts.gather_bytes_per_token * min(tokens, max(limits.context(facts), GATHERED))
+
+
 class _Stage:
     """Sizes of one stage; only those of the KV cache depend on the number of tokens."""
 
@@ -278,14 +287,15 @@ class _Stage:
         self.weights = sum(facts.layer_bytes[first:last]) + sum(
             size for size, there in zip((facts.embed_bytes, facts.head_bytes), ends, strict=True) if there
         )
+        if all(ends):
+            self.weights -= facts.shared_bytes
         self._compute = stage_compute_bytes(facts, limits, place, ends[1], num_stages)
 
     def kv(self, tokens: int) -> int:
         return sum(layer_kv_bytes(self._facts, self._limits, tokens)[self._first : self._last])
 
     def compute(self, tokens: int) -> int:
-        gathered = tokens * self._facts.gather_bytes_per_token if self.place.gathers else 0
-        return self._compute + gathered
+        return self._compute + gathered_bytes(self._facts, self._limits, self.place, tokens)
 
     def total(self, tokens: int) -> int:
         return self.weights + self.kv(tokens) + self.compute(tokens)

@@ -13,6 +13,7 @@ from hetero.plan.planner import (
     ModelFacts,
     Place,
     Plan,
+    gathered_bytes,
     layer_kv_bytes,
     make_plan,
     stage_compute_bytes,
@@ -73,7 +74,7 @@ class SplitProblem:
         stages = len(self.places)
         inner = [stage_compute_bytes(facts, limits, p, False, stages) for p in self.places]
         at_end = [stage_compute_bytes(facts, limits, p, True, stages) for p in self.places]
-        gathered = [facts.gather_bytes_per_token * tokens if p.gathers else 0 for p in self.places]
+        gathered = [gathered_bytes(facts, limits, p, tokens) for p in self.places]
         names = [p.memory for p in self.places]
         return Memory(
             layers=np.array(facts.layer_bytes) + np.array(layer_kv_bytes(facts, limits, tokens)),

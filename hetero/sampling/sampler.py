@@ -124,13 +124,13 @@ class Sampler:
         logits: float32 [L, n_vocab], C order, overwritten. masks: per row None or int32 [ceil(n_vocab / 32)],
         bit i % 32 of word i // 32 set where token i is allowed. argmax: int32 [L] if the device has already
         looked for each row's largest logit (lowest id of equals, -1 for a row that is not finite); it spares
-        the kernel when all rows are greedy and nothing changes their logits.
+        the kernel, and even the logits, when all rows are greedy and nothing changes their logits.
         """
         rows = len(states)
-        if logits.shape != (rows, self.n_vocab) or len(masks) != rows:
-            raise ValueError(f"logits {logits.shape} do not fit {rows} rows of {self.n_vocab} tokens")
         if argmax is not None and all(s.plain for s in states) and all(m is None for m in masks):
             return [self._plain(s, t) for s, t in zip(states, argmax.tolist(), strict=True)]
+        if logits.shape != (rows, self.n_vocab) or len(masks) != rows:
+            raise ValueError(f"logits {logits.shape} do not fit {rows} rows of {self.n_vocab} tokens")
         logits = np.ascontiguousarray(logits, np.float32)
         mask_rows, packed = self._pack_masks(masks)
         wanted = np.array([-1 if s.params.logprobs is None else s.params.logprobs for s in states], np.int64)

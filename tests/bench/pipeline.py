@@ -35,6 +35,7 @@ from hetero import __version__
 from hetero.models import resolve
 
 DEVICES = ("--device", "CPU:threads=1", "--device", "CPU:threads=1")
+CTX = 256  # tokens; a split is best for contexts of half that length, and these requests have 144 at most
 PIPELINED, SERIAL, RIVAL = "hetero", "hetero --pipeline-depth 1", "llama-server over RPC"
 
 
@@ -78,7 +79,7 @@ def _hetero(model: Path, logs: Path) -> list[contextlib.AbstractContextManager[S
     found = []
     for name, flags in ((PIPELINED, ()), (SERIAL, ("--pipeline-depth", "1"))):
         port = free_port()
-        command = [*hetero_command(model, 1, port), *DEVICES, *flags]
+        command = [*hetero_command(model, 1, port, CTX), *DEVICES, *flags]
         found.append(running(name, command, port, logs / f"{len(found)}.log", __version__))
     return found
 

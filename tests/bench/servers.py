@@ -31,11 +31,11 @@ class Server:
     version: str
 
 
-def hetero_command(model: Path, threads: int, port: int) -> list[str]:
+def hetero_command(model: Path, threads: int, port: int, ctx: int = SLOT_TOKENS) -> list[str]:
     return [
         *(sys.executable, "-m", "cli", "serve", str(model)),
         *("--port", str(port), "--threads", str(threads), "--max-num-seqs", str(SLOTS)),
-        *("--ctx", str(SLOT_TOKENS), "--kv-tokens", str(SLOTS * SLOT_TOKENS), "--log-level", "warning"),
+        *("--ctx", str(ctx), "--kv-tokens", str(SLOTS * ctx), "--log-level", "warning"),
     ]
 
 

@@ -33,7 +33,7 @@ from backends.base import DeviceSpec, StageLost
 from backends.ggml.devices import DeviceError, open_device
 from backends.ggml.models.config import read_config
 from backends.ggml.stage import GgmlStage, StageError
-from hetero.pipeline import child, isolated, pipe
+from hetero.pipeline import child, deadlines, isolated, pipe
 from hetero.pipeline.channel import Kind
 from hetero.pipeline.isolated import IsolatedStage
 from quant.gguf import open_gguf
@@ -228,8 +228,8 @@ def test_a_step_that_hangs_while_the_process_lives(
 ) -> None:
     a_step(bad_driver)
     a_step(bad_driver)
-    monkeypatch.setattr(isolated, "DRIVER_SECONDS", 1.5)
-    monkeypatch.setattr(isolated, "PATIENCE", 0.0)
+    monkeypatch.setattr(deadlines, "DRIVER_SECONDS", 1.5)
+    monkeypatch.setattr(deadlines, "PATIENCE", 0.0)
     with pytest.raises(StageLost, match="a step has not ended after 2 s"):
         a_step(bad_driver, BadStage.HANG)
 
@@ -290,7 +290,7 @@ def test_a_child_that_is_stopped(driver: Driver, where: str, monkeypatch: pytest
 @posix
 def test_a_send_that_hangs_is_ended(driver: Driver, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stopped child does not empty the pipe; the thread that sends then waits in the kernel."""
-    monkeypatch.setattr(isolated, "STEP_SECONDS", 0.3)
+    monkeypatch.setattr(deadlines, "STEP_SECONDS", 0.3)
     os.kill(driver.stage.pid, signal.SIGSTOP)
     errors: list[Exception] = []
 

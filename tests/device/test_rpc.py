@@ -21,7 +21,7 @@ from tiny_models import tiny_model
 
 from backends.base import DeviceSpec, StageLost
 from backends.ggml.devices import DeviceError
-from hetero.pipeline import isolated, supervise
+from hetero.pipeline import deadlines, isolated, supervise
 
 pytestmark = [posix, pytest.mark.skipif(not has_rpc(), reason="ggml was built without -DGGML_RPC=ON")]
 ACCIDENTS = 50 if os.environ.get("HETERO_TEST_SCALE") == "full" else 3
@@ -59,7 +59,7 @@ def test_a_server_killed_and_stopped_at_random_moments(
     model: Path, server: RpcServer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(supervise, "BACKOFF", (0.2,))
-    monkeypatch.setattr(isolated, "STEP_SECONDS", 2.0)
+    monkeypatch.setattr(deadlines, "STEP_SECONDS", 2.0)
     device = DeviceSpec("RPC0", endpoint=server.endpoint)
     served, rng = Served(model, [(0, 2), (2, 4)], {2: device}), random.Random(2)
     alone = served.answers_alone()

@@ -263,17 +263,22 @@ def batch() -> messages.WireBatch:
         cu_seqlens_q=np.array([0, 3, 4], np.int32),
         logits_rows=np.array([2, 3], np.int32),
         copies=[BlockCopy(1, 2, 3)],
+        only_argmax=False,
     )
 
 
 def received(step: messages.WireBatch, hidden: np.ndarray | None) -> Message:
-    header = {"groups": len(step.slot_mapping), "hidden": hidden is not None}
+    header = {
+        "groups": len(step.slot_mapping), "hidden": hidden is not None, "only_argmax": step.only_argmax,
+    }  # fmt: skip
     return Message(Kind.STEP, header, messages.step_arrays(step, hidden))
 
 
 def test_a_step_travels() -> None:
     step, rows = messages.read_step(received(batch(), HIDDEN), SPEC, 64)
-    assert rows is HIDDEN and step.copies == [BlockCopy(1, 2, 3)]
+    assert rows is HIDDEN and step.copies == [BlockCopy(1, 2, 3)] and not step.only_argmax
+    greedy = replace(batch(), only_argmax=True)
+    assert messages.read_step(received(greedy, HIDDEN), SPEC, 64)[0].only_argmax
     for a, b in zip(messages.step_arrays(step, None), messages.step_arrays(batch(), None), strict=True):
         assert same(a, b)
     size = payload_bytes(messages.step_arrays(batch(), HIDDEN))
@@ -341,19 +346,23 @@ def test_hidden_rows_of_the_wrong_shape() -> None:
 def test_results_of_the_wrong_shape() -> None:
     rows, best = np.zeros((2, 9), np.float32), np.zeros(2, np.int32)
 
-    def read(values: list[np.ndarray], **header: object) -> tuple:
+    def read(values: list[np.ndarray], greedy: bool = False, **header: object) -> tuple:
         message = Message(Kind.RESULT, {"argmax": True, "graph_seconds": 0.5} | header, values)
-        return messages.result_of(message, 2, 9)
+        return messages.result_of(message, 2, 9, greedy)
 
     result, argmax, seconds = read([rows, best])
     assert result is rows and argmax is best and seconds == 0.5
     assert read([rows], argmax=False)[1] is None
+    assert read([rows[:0], best], greedy=True)[1] is best and read([rows], greedy=True, argmax=False)
     for values, header in (
         ([rows], {}),
         ([rows[:1], best], {}),
         ([rows, best[:1]], {}),
         ([best, best], {}),
         ([rows, best], {"graph_seconds": "1"}),
+        ([rows[:0], best], {}),
+        ([rows, best], {"greedy": True}),
+        ([rows[:0]], {"greedy": True, "argmax": False}),
     ):
         with pytest.raises(WireError):
             read(values, **header)

@@ -16,7 +16,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from backends.base import StageLost
 from hetero.engine import DEVICE_UNAVAILABLE
 from hetero.pipeline import supervise
-from hetero.pipeline.isolated import (
+from hetero.pipeline.deadlines import (
     DRIVER_SECONDS,
     FIRST_SECONDS,
     NEW_PATIENCE,
