@@ -25,12 +25,14 @@ from hetero.config import Settings
 from hetero.engine import Engine
 from hetero.models import resolve
 from hetero.pipeline import opening
+from hetero.plan import devices
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.make import AGAIN
 from hetero.request import Request
 from hetero.sampling.params import SamplingParams
 
-SLOTS, PROMPT, OUTPUT, CTX = 16, 64, 96, 512
+DEVICES = ("CPU:threads=1",) * 2
+SLOTS, PROMPT, OUTPUT, CTX = 16, 64, 128, 256  # half a prompt token for each other, as plans assume
 
 
 class Slowed:
@@ -58,49 +60,45 @@ class Slowed:
 
 
 def slow_down(factor: float) -> None:
-    """Let every stage that is opened on a second device be slow."""
-
-    seen: list[DeviceChoice] = []
+    """Let every stage on the second of two CPU devices be slow."""
+    second = devices.choose(DEVICES, 0, devices.list_devices())[1]
 
     class Opener(opening.StageOpener):
         def open(
             self, choice: DeviceChoice, spec: StageSpec, progress: Callable[[int], None] | None = None
         ) -> Any:
-            if choice not in seen:
-                seen.append(choice)
             stage = super().open(choice, spec, progress)
-            return Slowed(stage, factor) if choice.spec.cores != seen[0].spec.cores else stage
+            return Slowed(stage, factor) if choice.spec.cores == second.spec.cores else stage
 
     opening.StageOpener = Opener  # type: ignore[misc]
 
 
-def speed(engine: Engine, repeat: int) -> tuple[float, list[float]]:
-    """Tokens per second of SLOTS requests that decode together, and mean busy seconds of a step, by stage."""
+def speed(engine: Engine, repeat: int) -> tuple[float, list[float], list[float]]:
+    """Tokens per second of SLOTS requests that come together. Of the time after their prompts, by stage: the
+    mean busy seconds of a step, and the share of the time that it was busy."""
     rng, found = np.random.default_rng(0), []
-    busy = [0.0, 0.0]
+    busy, share = [0.0, 0.0], [0.0, 0.0]
+    counters = engine.scheduler.counters
     for _ in range(repeat + 1):
         params = SamplingParams(max_tokens=OUTPUT, temperature=0.0, ignore_eos=True)
         for i in range(SLOTS):
             prompt = rng.integers(100, 20000, PROMPT).tolist()
             engine.add(Request(str(i), prompt, params), lambda delta: None)
-        while engine.scheduler.counters.generated_tokens % (SLOTS * OUTPUT) < SLOTS:
-            engine.step()  # the prompts
-        before, counters = engine.stats(), engine.scheduler.counters
-        steps, tokens = counters.steps, counters.generated_tokens
-        start = time.perf_counter()
+        done, start = counters.generated_tokens, time.perf_counter()
+        while counters.generated_tokens < done + SLOTS:
+            engine.step()
+        before, steps, decoding = engine.stats(), counters.steps, time.perf_counter()
         while engine.step():
             pass
-        took = time.perf_counter() - start
-        after = engine.stats()
-        found.append((counters.generated_tokens - tokens) / took)
-        busy = [
-            (b.busy_seconds - a.busy_seconds) / (counters.steps - steps)
-            for a, b in zip(before.stages, after.stages, strict=True)
-        ]
-    return statistics.median(found[1:]), busy
+        end, after = time.perf_counter(), engine.stats()
+        found.append(SLOTS * OUTPUT / (end - start))
+        seconds = [b.busy_seconds - a.busy_seconds for a, b in zip(before.stages, after.stages, strict=True)]
+        busy = [s / (counters.steps - steps) for s in seconds]
+        share = [s / (end - decoding) for s in seconds]
+    return statistics.median(found[1:]), busy, share
 
 
-def try_split(settings: Settings, repeat: int) -> tuple[float, list[float]]:
+def try_split(settings: Settings, repeat: int) -> tuple[float, list[float], list[float]]:
     prepared = launch.prepare(settings, _quiet)
     engine = launch.load(prepared, settings, _quiet)[0]._engine
     try:
@@ -122,9 +120,7 @@ def main() -> None:
     args = parser.parse_args()
     model: Path = resolve(args.model).path
     slow_down(args.factor)
-    settings = Settings(
-        model=str(model), device=("CPU:threads=1",) * 2, ctx=CTX, kv_tokens=SLOTS * CTX, max_num_seqs=SLOTS
-    )
+    settings = Settings(model=str(model), device=DEVICES, ctx=CTX, kv_tokens=SLOTS * CTX, max_num_seqs=SLOTS)
     settings = dataclasses.replace(settings, objective="throughput")
     prepared = launch.prepare(settings, _quiet, AGAIN)
     assert prepared.forecast is not None
@@ -133,15 +129,16 @@ def main() -> None:
     cuts = sorted({planned[0], layers // 2, *range(args.step, layers, args.step)})
     results = {}
     print(f"{model.name}, second device slowed {args.factor}x\n")
-    print("| layers | tok/s | busy ms per step | |\n|---|---:|---:|---|")
+    print("| layers | tok/s | decode step, ms | busy | |\n|---|---:|---:|---:|---|")
     for cut in cuts:
         split = (cut, layers - cut)
-        results[cut], busy = try_split(dataclasses.replace(settings, split=split), args.repeat)
+        results[cut], busy, shares = try_split(dataclasses.replace(settings, split=split), args.repeat)
         note = "planned" if split == planned else "even" if cut == layers // 2 else ""
         if split == planned:
             predicted = [1e3 * s for s in prepared.forecast.stage_seconds]
             note += ", predicted " + " / ".join(f"{ms:.1f} ms" for ms in predicted)
         shown = " / ".join(f"{1e3 * s:.1f}" for s in busy)
+        shown += " | " + " / ".join(f"{share:.0%}" for share in shares)
         print(f"| {cut}, {layers - cut} | {results[cut]:.0f} | {shown} | {note} |", flush=True)
     best = max(results.values())
     print(
