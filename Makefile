@@ -1,4 +1,4 @@
-# make serve | test | lint | bench | bench-kernels | bench-attention | bench-memory.  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
+# make serve | test | lint | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
 PYTHON ?= python3
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
 BIN := .venv/bin
@@ -8,7 +8,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-kernels bench-attention bench-memory install clean
+.PHONY: serve test lint docs bench bench-kernels bench-attention bench-memory bench-pipeline bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -38,6 +38,14 @@ bench-attention: $(STAMP)
 # Memory and load time against the size of the file.
 bench-memory: $(STAMP)
 	$(BIN)/python tests/bench/load_time.py $(ARGS)
+
+# Two devices of one thread: pipelined, in turns, and llama-server's way.
+bench-pipeline: $(STAMP) $(BENCH_STAMP)
+	$(BIN)/python tests/bench/pipeline.py --llama-venv .venv-bench $(ARGS)
+
+# Every cut over two unequal devices, and the one that was planned.
+bench-uneven: $(STAMP)
+	$(BIN)/python -m tests.bench.uneven $(ARGS)
 
 install: $(STAMP)
 

@@ -9,9 +9,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-
-# Kept between sessions and ignored by git: compiled kernels and the assembled model are slow to make.
-PERSISTENT = Path(__file__).resolve().parent.parent / ".pytest_cache" / "hetero"
+from places import PERSISTENT
 
 
 def pytest_configure(config: pytest.Config) -> None:

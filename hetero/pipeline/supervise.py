@@ -107,8 +107,10 @@ class Supervised:
     def counters(self) -> dict[str, int]:
         """Over all stages so far."""
         with self._lock:
-            now = Counter({} if self._stage is None else self._stage.counters())
-            return dict(now + self._counters)
+            total = Counter(self._counters)
+            if self._stage is not None:
+                total.update(self._stage.counters())
+            return dict(total)
 
     def check(self) -> None:
         """See base.StageBackend."""

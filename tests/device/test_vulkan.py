@@ -32,9 +32,10 @@ DEVICES = {
 }
 
 
-@pytest.fixture(scope="module", params=MODELS)
-def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return tiny_model(tmp_path_factory.mktemp("vulkan") / "tiny.gguf", seed=3, **MODELS[request.param])
+@pytest.fixture(scope="module")
+def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    folder = tmp_path_factory.mktemp("vulkan")
+    return {name: tiny_model(folder / f"{name}.gguf", seed=3, **MODELS[name]) for name in MODELS}
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +46,8 @@ def prompts() -> list[list[int]]:
 
 def run(model: Path, settings: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
     script = str(Path(__file__).with_name("run_answers.py"))
-    command = [sys.executable, script, str(model), json.dumps(settings), json.dumps(prompts), "8"]
+    # all at once: each step is a thousand little programs for the software driver
+    command = [sys.executable, script, str(model), json.dumps(settings), json.dumps(prompts), str(PROMPTS)]
     done = subprocess.run(command, env=vulkan.environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -70,15 +72,21 @@ def near_ties(
     return found
 
 
-@pytest.mark.parametrize("where", DEVICES)
-def test_greedy_text(model: Path, prompts: list[list[int]], where: str) -> None:
+@pytest.mark.parametrize(
+    ("name", "where"),
+    [("llama", "alone"), ("llama", "before the CPU"), ("windows", "behind the CPU"), ("windows", "alone")],
+)
+def test_greedy_text(models: dict[str, Path], prompts: list[list[int]], name: str, where: str) -> None:
+    model = models[name]
+    if name == "windows":  # two KV groups, and four times as slow here
+        prompts = prompts[:12]
     got = run(model, DEVICES[where], prompts)
-    want, _ = answers(model, BASE, prompts, 8)
+    want, _ = answers(model, BASE, prompts, PROMPTS)
     ties = near_ties(model, prompts, got["answers"], want)
-    print(f"{len(ties)} of {PROMPTS} answers differ, from a near tie on")
-    assert len(ties) <= PROMPTS // 4
+    print(f"{len(ties)} of {len(prompts)} answers differ, from a near tie on")
+    assert len(ties) <= len(prompts) // 4
 
 
-def test_one_user_is_attended_in_place(model: Path) -> None:
-    counted = run(model, {"device": ["Vulkan0"]}, [[5, 6, 7] * 20])["counters"]
+def test_one_user_is_attended_in_place(models: dict[str, Path]) -> None:
+    counted = run(models["llama"], {"device": ["Vulkan0"]}, [[5, 6, 7] * 20])["counters"]
     assert counted[0]["attended_in_place"] > 0 and counted[0]["attended_gathered"] == 0

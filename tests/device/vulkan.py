@@ -12,7 +12,7 @@ import tempfile
 from pathlib import Path
 
 import pytest
-from conftest import PERSISTENT
+from places import PERSISTENT
 
 PACKAGE, VERSION = "@node-llama-cpp/linux-x64-vulkan", "3.21.1"
 DRIVERS = Path("/usr/share/vulkan/icd.d")
