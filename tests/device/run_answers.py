@@ -1,6 +1,8 @@
 """Prints, as JSON, what an engine answers to prompts; a process of its own, for another ggml build.
 
-run_answers.py MODEL SETTINGS PROMPTS BATCH     SETTINGS, PROMPTS: JSON; {"answers": ..., "counters": ...}
+    run_answers.py MODEL SETTINGS PROMPTS BATCH TOKENS
+
+SETTINGS and PROMPTS are JSON. Prints {"answers": token ids by prompt, "counters": by stage}.
 """
 
 from __future__ import annotations
@@ -15,9 +17,10 @@ from engine.answers import BASE, answers  # noqa: E402  found through the path a
 
 
 def main() -> None:
-    model, changes, prompts, batch = sys.argv[1:]
+    model, changes, prompts, batch, tokens = sys.argv[1:]
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(changes).items()}
-    out, stats = answers(Path(model), dataclasses.replace(BASE, **given), json.loads(prompts), int(batch))
+    settings = dataclasses.replace(BASE, **given)
+    out, stats = answers(Path(model), settings, json.loads(prompts), int(batch), tokens=int(tokens))
     print(json.dumps({"answers": out, "counters": [s.counters for s in stats.stages]}))
 
 

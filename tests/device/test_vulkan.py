@@ -20,7 +20,7 @@ from engine.driver import Driver
 from tiny_models import tiny_model
 
 NEAR_TIE = 1e-3  # of the largest logit
-PROMPTS = 32
+PROMPTS, TOKENS = 32, 16
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"arch": "llama", "n_layers": 4},
     "windows": {"arch": "gemma3", "n_layers": 4, "sliding_window": 32, "sliding_window_pattern": 2},
@@ -47,7 +47,8 @@ def prompts() -> list[list[int]]:
 def run(model: Path, settings: dict[str, Any], prompts: list[list[int]]) -> dict[str, Any]:
     script = str(Path(__file__).with_name("run_answers.py"))
     # all at once: each step is a thousand little programs for the software driver
-    command = [sys.executable, script, str(model), json.dumps(settings), json.dumps(prompts), str(PROMPTS)]
+    command = [sys.executable, script, str(model), json.dumps(settings), json.dumps(prompts)]
+    command += [str(PROMPTS), str(TOKENS)]
     done = subprocess.run(command, env=vulkan.environment(), capture_output=True, text=True, timeout=600)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
@@ -81,7 +82,7 @@ def test_greedy_text(models: dict[str, Path], prompts: list[list[int]], name: st
     if name == "windows":  # two KV groups, and four times as slow here
         prompts = prompts[:12]
     got = run(model, DEVICES[where], prompts)
-    want, _ = answers(model, BASE, prompts, PROMPTS)
+    want, _ = answers(model, BASE, prompts, PROMPTS, tokens=TOKENS)
     ties = near_ties(model, prompts, got["answers"], want)
     print(f"{len(ties)} of {len(prompts)} answers differ, from a near tie on")
     assert len(ties) <= len(prompts) // 4

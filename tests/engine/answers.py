@@ -19,14 +19,20 @@ SOURCES = ("LICENSE", "README.md", "hetero/engine.py", "hetero/config.py", "back
 
 
 def answers(
-    path: Path, settings: Settings, prompts: list[list[int]], batch: int, *, rounds: int = 1
+    path: Path,
+    settings: Settings,
+    prompts: list[list[int]],
+    batch: int,
+    *,
+    rounds: int = 1,
+    tokens: int = OUTPUT_TOKENS,
 ) -> tuple:
     """Greedy tokens of each prompt in the last round, and the engine's counters."""
     settings = dataclasses.replace(settings, model=str(path), max_num_seqs=batch)
     engine = launch.load(launch.prepare(settings), settings, _ignore)[0]._engine
     try:
         for _ in range(rounds):
-            out = _run(engine, prompts, batch)
+            out = _run(engine, prompts, batch, tokens)
         engine.check_invariants()
         stats = engine.stats()
         assert all(free == total for total, free in stats.kv_blocks), "blocks leaked"
@@ -35,11 +41,11 @@ def answers(
         engine.runner.close()
 
 
-def _run(engine, prompts: list[list[int]], batch: int) -> list[list[int]]:
+def _run(engine, prompts: list[list[int]], batch: int, tokens: int) -> list[list[int]]:
     """All prompts are queued, `batch` of them run. With a batch of 1 the cache is emptied between."""
     out: list[list[int]] = [[] for _ in prompts]
     ends: list[OutputDelta] = []
-    params = SamplingParams(max_tokens=OUTPUT_TOKENS, temperature=0.0, ignore_eos=True)
+    params = SamplingParams(max_tokens=tokens, temperature=0.0, ignore_eos=True)
     for i, prompt in enumerate(prompts):
 
         def sink(delta: OutputDelta, i: int = i) -> None:
