@@ -142,17 +142,17 @@ class Scheduler:
         self._last_step_id += 1
         step = Step(self._last_step_id)
         self.kv.begin_step(step.step_id)
-        self._schedule_running(step)
-        self._schedule_waiting(step)
+        most = self._token_budget()  # of the whole step: what is scheduled on the way must not shrink it
+        self._schedule_running(step, most)
+        self._schedule_waiting(step, most)
         if not step.requests:
             return None
         self._steps[step.step_id] = step
         self.counters.steps += 1
         return step
 
-    def _schedule_running(self, step: Step) -> None:
+    def _schedule_running(self, step: Step, most: int) -> None:
         ready = self.micro_batch()
-        most = self._token_budget()
         newcomers = bool(self._waiting) and len(self._running) < self.max_num_seqs
         set_aside = shares.kept_for_newcomers(most, newcomers)
         set_aside += sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)
@@ -172,9 +172,8 @@ class Scheduler:
             if count:
                 self._put(request, count, step)
 
-    def _schedule_waiting(self, step: Step) -> None:
+    def _schedule_waiting(self, step: Step, most: int) -> None:
         everybody = min(self.max_num_seqs, len(self._running) + len(self._waiting))
-        most = self._token_budget()
         while (
             self._waiting
             and len(self._running) < self.max_num_seqs
