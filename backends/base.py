@@ -8,6 +8,8 @@ from typing import Protocol
 
 import numpy as np
 
+BLOCK_SIZE = 16  # tokens of a KV block: one vector of keys in the CPU's kernels
+
 
 @dataclass(frozen=True, slots=True)
 class DeviceInfo:

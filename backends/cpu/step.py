@@ -17,10 +17,11 @@ from collections.abc import Sequence
 
 import numpy as np
 
+from backends import base
 from backends.base import BatchLike
 from backends.ggml.models.config import Rope
 
-BLOCK_SIZE = 16  # tokens: one vector of keys
+BLOCK_SIZE = base.BLOCK_SIZE
 QUERY_ROWS = 32  # query rows (tokens x heads of one KV head) that share a pass over keys and values
 CHUNK_BLOCKS = 4  # blocks between two updates of the running softmax, at fixed positions
 

@@ -19,9 +19,8 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backends.base import BatchLike
+from backends.base import BLOCK_SIZE, BatchLike
 
-BLOCK_SIZE = 16
 SPAN = 256  # tokens: CUDA's flash attention wants multiples of it
 SHORT = 8  # up to so many rows, sequences share parts; more are a prefill's chunk, a part of their own
 MAX_VIEWS = 4  # up to so many short sequences are attended one by one, each in place

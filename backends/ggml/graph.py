@@ -21,6 +21,13 @@ from backends.ggml.weights import Weights
 MAX_NODES = 64  # per layer, generously
 
 
+def padded(values: np.ndarray, count: int, kind: type = np.int32) -> np.ndarray:
+    """[count]: the values, then zeros (token 0, position 0, slot 0 of the scratch block)."""
+    out: np.ndarray = np.zeros(count, kind)
+    out[: len(values)] = values
+    return out
+
+
 class GraphBuilder:
     """Metadata of one graph under construction. Tensors are handles; row length comes first.
 

@@ -20,7 +20,7 @@ from backends.base import BatchLike
 from backends.ggml import attention_layout as layouts
 from backends.ggml.attention_layout import BLOCK_SIZE, Layout, Part
 from backends.ggml.devices import Device
-from backends.ggml.graph import GraphBuilder
+from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, shape_of
 from backends.ggml.models.config import ModelConfig, Rope
 from backends.ggml.paged import PagedPools, heads_of_tokens, move_view, reinterpret, token_rows
@@ -56,6 +56,7 @@ class PagedGraphBuilder(GraphBuilder):
     ):
         super().__init__(config, device, weights, rows, extra_nodes=32 * len(layout.parts))
         self.pools, self.flash = pools, flash
+        self._windows = {g: config.layer_windows[layer] for layer, g in pools.group_of.items()}
         self._groups = sorted(set(pools.group_of.values()))
         self._positions = self.input_i32(rows)
         self._slots = {g: self.input(TYPE_I64, rows) for g in self._groups}
@@ -66,17 +67,16 @@ class PagedGraphBuilder(GraphBuilder):
 
     def set_step(self, batch: BatchLike, layout: Layout, upload: Upload) -> None:
         """Fill the inputs with a step of this shape and point the views at its blocks."""
-        upload(self._positions, _padded(batch.positions, self.rows, np.int32))
+        upload(self._positions, padded(batch.positions, self.rows, np.int32))
         for g, slots in self._slots.items():
-            upload(slots, _padded(batch.slot_mapping[g], self.rows, np.int64))
+            upload(slots, padded(batch.slot_mapping[g], self.rows, np.int64))
         if self._order is not None and self._place is not None:
             assert layout.order is not None and layout.place is not None
             upload(self._order, layout.order)
             upload(self._place, layout.place)
-        windows = self._windows()
         for inputs, member in zip(self._parts, layout.members, strict=True):
             for g, tensor in inputs.masks.items():
-                upload(tensor, layouts.mask(inputs.part, member, batch, g, windows[g]))
+                upload(tensor, layouts.mask(inputs.part, member, batch, g, self._windows[g]))
             for g, tensor in inputs.blocks.items():
                 upload(tensor, layouts.block_indices(inputs.part, member, batch.block_tables[g], g))
             for view, pool, g in inputs.views:
@@ -193,16 +193,6 @@ class PagedGraphBuilder(GraphBuilder):
             if not part.views[g]:
                 inputs.blocks[g] = self.input(TYPE_I32, part.sequences * part.spans[g] // BLOCK_SIZE)
         return inputs
-
-    def _windows(self) -> dict[int, int | None]:
-        return {g: self.config.layer_windows[layer] for layer, g in self.pools.group_of.items()}
-
-
-def _padded(values: np.ndarray, count: int, kind: type) -> np.ndarray:
-    """[count]: the values, then zeros (position 0, slot 0 of the scratch block)."""
-    out: np.ndarray = np.zeros(count, kind)
-    out[: len(values)] = values
-    return out
 
 
 __all__ = ["PagedGraphBuilder", "Upload"]

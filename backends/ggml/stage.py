@@ -13,7 +13,7 @@ import numpy as np
 from backends.base import BatchLike
 from backends.ggml.attention_layout import Layout, bucket
 from backends.ggml.devices import Device, DeviceError
-from backends.ggml.graph import GraphBuilder
+from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
 from backends.ggml.models.block import build_block
 from backends.ggml.models.config import ModelConfig, layer_tensors
@@ -121,12 +121,12 @@ class GgmlStage:
         self._layers.kv.copy_blocks(batch.copies)
         self._layers.set_step(graph.builder, batch, layout, self._set)
         if self.is_first:
-            self._set(graph.source, self._layers.token_input(_padded(batch.input_ids, rows)))
+            self._set(graph.source, self._layers.token_input(padded(batch.input_ids, rows)))
         else:
             assert hidden is not None and hidden.shape == (tokens, self.config.n_embd)
             self._set(graph.source, np.ascontiguousarray(hidden))
         if graph.keep is not None:
-            self._set(graph.keep, _padded(batch.logits_rows, shape_of(graph.keep)[0]))
+            self._set(graph.keep, padded(batch.logits_rows, shape_of(graph.keep)[0]))
         self._prepared = graph, logits if self.is_last else tokens
         self._only_argmax = batch.only_argmax
 
@@ -252,13 +252,6 @@ class GgmlStage:
     def _set(self, tensor: int, values: np.ndarray) -> None:
         self._alive.append(values)
         self._lib.backend_tensor_set_async(self.device.backend, tensor, values.ctypes.data, 0, values.nbytes)
-
-
-def _padded(values: np.ndarray, count: int) -> np.ndarray:
-    """int32 [count]: the values, then zeros."""
-    out = np.zeros(count, np.int32)
-    out[: len(values)] = values
-    return out
 
 
 __all__ = ["GgmlStage", "StageError", "StageSpec", "bucket", "stage_weights"]

@@ -8,11 +8,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
+from backends.base import BLOCK_SIZE
 from backends.ggml.attention_layout import GATHERED
 from hetero.config import format_size
 from hetero.kv.groups import KVGroup
 
-BLOCK_SIZE = 16
 SHARE = 0.25  # of a memory that programs share, for the KV cache that nobody sized
 SPARE = 0.9  # of the free memory, the most that a plan may use
 MIN_CONTEXT = 2048  # tokens; a smaller cache than this is refused rather than chosen
