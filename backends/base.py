@@ -52,6 +52,12 @@ class BlockCopyLike(Protocol):
     dst: int
 
 
+class BlockMoveLike(Protocol):
+    group: int
+    block: int
+    slot: int
+
+
 class BatchLike(Protocol):
     """The arrays of hetero.batch.Batch; the shapes are documented there."""
 
@@ -65,6 +71,12 @@ class BatchLike(Protocol):
 
     @property
     def copies(self) -> Sequence[BlockCopyLike]: ...
+
+    @property
+    def spills(self) -> Sequence[BlockMoveLike]: ...
+
+    @property
+    def loads(self) -> Sequence[BlockMoveLike]: ...
 
     @property
     def only_argmax(self) -> bool: ...

@@ -20,11 +20,24 @@ class BlockCopy:
 
 
 @dataclass(slots=True)
+class BlockMove:
+    """Copy a block of KV group `group` to host slot `slot` (a spill), or back (a load), in every layer."""
+
+    group: int
+    block: int
+    slot: int
+
+
+@dataclass(slots=True)
 class Step:
     """What one step computes: `num_scheduled_tokens[i]` tokens of `requests[i]`, from `starts[i]` on.
 
     `sampled[i]` says whether the step reaches the end of the request's tokens, so that its last
     row's logits give the next one.
+
+    `spills` happen before anything else of the step, in particular before the copies. `loads` come
+    after them and end before the *next* step computes: no token of this step attends what they bring.
+    A step may have moves alone and no requests.
     """
 
     step_id: int
@@ -33,6 +46,8 @@ class Step:
     num_scheduled_tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
+    spills: list[BlockMove] = field(default_factory=list)
+    loads: list[BlockMove] = field(default_factory=list)
     preempted_ids: list[str] = field(default_factory=list)
 
     @property
@@ -61,6 +76,8 @@ class Batch:
     cu_seqlens_q: np.ndarray
     logits_rows: np.ndarray
     copies: list[BlockCopy]
+    spills: Sequence[BlockMove] = ()
+    loads: Sequence[BlockMove] = ()
     only_argmax: bool = False  # of the logits nothing but the largest is asked for
 
 
@@ -93,6 +110,8 @@ def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = Fals
         cu_seqlens_q=cu_seqlens,
         logits_rows=last_rows[np.asarray(step.sampled, bool)],
         copies=step.copies,
+        spills=step.spills,
+        loads=step.loads,
         only_argmax=only_argmax,
     )
 

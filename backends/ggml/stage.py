@@ -37,7 +37,8 @@ class StageSpec:
 
     `group_of[layer]` is the layer's KV group, `num_blocks[group]` the size of that group's pools.
     `depth` is the number of steps in flight: so many results must stay valid side by side. No sequence
-    has more than `max_context` tokens; 0: as many as the pools.
+    has more than `max_context` tokens; 0: as many as the pools. `key_type` and `value_type` are of
+    backends.kv_format.KV_TYPES. `host_slots[group]` blocks of a group have room in host memory; (): none.
     """
 
     first: int
@@ -48,6 +49,9 @@ class StageSpec:
     max_logits: int
     depth: int = 1
     max_context: int = 0
+    key_type: str = "f16"
+    value_type: str = "f16"
+    host_slots: tuple[int, ...] = ()
 
 
 @dataclass(slots=True)

@@ -15,6 +15,7 @@ CLOSE         {}
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
 from typing import Any, TypeVar
 
@@ -22,7 +23,7 @@ import numpy as np
 
 from backends.base import BatchLike, DeviceSpec
 from backends.ggml.stage import StageSpec
-from hetero.batch import BlockCopy
+from hetero.batch import BlockCopy, BlockMove
 from hetero.pipeline.channel import ALIGNMENT, Message, WireError
 from hetero.plan.planner import BLOCK_SIZE
 
@@ -44,6 +45,8 @@ class WireBatch:
     logits_rows: np.ndarray
     copies: list[BlockCopy]
     only_argmax: bool
+    spills: Sequence[BlockMove] = ()
+    loads: Sequence[BlockMove] = ()
 
 
 def open_header(model: str, device: DeviceSpec, stage: StageSpec, width: int) -> dict[str, Any]:

@@ -1,0 +1,28 @@
+"""The formats in which keys and values are kept: how many bytes a token takes.
+
+f16    2 bytes a value
+fp8    E4M3, 1 byte a value, and a scale of 2 bytes per token and KV head
+q8_0   blocks of 32 values: 1 byte each, and a scale of 2 bytes (ggml's format)
+"""
+
+from __future__ import annotations
+
+KV_TYPES = ("f16", "fp8", "q8_0")
+Q8_BLOCK = 32  # values
+SCALE_BYTES = 2
+
+
+def row_bytes(kv_type: str, dim: int) -> int:
+    """Bytes of a token's key or value of `dim` values, of one KV head. ValueError where it has none."""
+    if kv_type == "f16":
+        return 2 * dim
+    if kv_type == "fp8":
+        return dim + SCALE_BYTES
+    if kv_type != "q8_0":
+        raise ValueError(f"{kv_type!r} is not one of {', '.join(KV_TYPES)}")
+    if dim % Q8_BLOCK:
+        raise ValueError(f"q8_0 needs heads of a multiple of {Q8_BLOCK} values, not {dim}")
+    return dim // Q8_BLOCK * (Q8_BLOCK + SCALE_BYTES)
+
+
+__all__ = ["KV_TYPES", "Q8_BLOCK", "SCALE_BYTES", "row_bytes"]
