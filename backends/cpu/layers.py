@@ -14,7 +14,7 @@ from backends.ggml.attention_layout import Layout
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
-from backends.ggml.models.config import ModelConfig
+from backends.ggml.models.config import ModelConfig, ModelError
 from backends.ggml.probe import PLAIN, Verdicts, probe, turn_off_tiles
 from backends.ggml.weights import Progress, Weights
 from quant.gguf import GGUFFile
@@ -41,10 +41,14 @@ class CpuLayers:
         head: str | None,
         group_of: dict[int, int],
         num_blocks: Sequence[int],
+        kv_types: tuple[str, str],
         progress: Progress | None,
     ):
-        """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix."""
+        """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix.
+        `kv_types`: of keys and of values."""
         self._config, self._device = config, device
+        if kv_types != ("f16", "f16"):
+            raise ModelError(f"no kernels for keys and values of {' and '.join(kv_types)}")
         matrices = [n for n in names if len(gguf.tensors[n].shape) > 1 and (n != EMBEDDING or n == head)]
         ours = [n for n in matrices if packable(gguf, n)]
         theirs = [n for n in matrices if n not in ours]

@@ -49,6 +49,7 @@ class DeviceLayers:
         head: str | None,
         group_of: dict[int, int],
         num_blocks: Sequence[int],
+        kv_types: tuple[str, str],
         progress: Progress | None,
     ):
         """As CpuLayers. Raises DeviceError for a weight that the device cannot multiply."""
@@ -62,6 +63,8 @@ class DeviceLayers:
             if multiplied and not can(device, info.type):
                 kind = GGML_TYPES[info.type].name
                 raise DeviceError(f"device {device.info.name}: cannot multiply by {name}, which is {kind}")
+        if kv_types != ("f16", "f16"):
+            raise DeviceError(f"device {device.info.name}: no keys and values of {' and '.join(kv_types)}")
         if not can_store(device, TYPE_F16):
             raise DeviceError(f"device {device.info.name}: cannot store keys and values as f16")
         self.flash = can_flash_attend(

@@ -183,7 +183,16 @@ class GgmlStage:
         head = self._head if self.is_last else None
         group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
         return self._kind()(
-            gguf, self.config, self.device, names, self.is_first, head, group_of, spec.num_blocks, progress
+            gguf,
+            self.config,
+            self.device,
+            names,
+            self.is_first,
+            head,
+            group_of,
+            spec.num_blocks,
+            (spec.key_type, spec.value_type),
+            progress,
         )
 
     def _kind(self) -> type[CpuLayers] | type[DeviceLayers]:
