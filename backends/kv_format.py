@@ -25,4 +25,15 @@ def row_bytes(kv_type: str, dim: int) -> int:
     return dim // Q8_BLOCK * (Q8_BLOCK + SCALE_BYTES)
 
 
-__all__ = ["KV_TYPES", "Q8_BLOCK", "SCALE_BYTES", "row_bytes"]
+def kept_as(kv_type: str, dim: int, own_kernels: bool) -> str:
+    """The format that a device really keeps heads of `dim` values in, asked for `kv_type`.
+
+    ggml's operators know no fp8: a device without kernels of our own keeps q8_0 in its place, or f16 where
+    the heads are no multiple of q8_0's blocks.
+    """
+    if kv_type != "fp8" or own_kernels:
+        return kv_type
+    return "f16" if dim % Q8_BLOCK else "q8_0"
+
+
+__all__ = ["KV_TYPES", "Q8_BLOCK", "SCALE_BYTES", "kept_as", "row_bytes"]

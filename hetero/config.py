@@ -15,6 +15,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from hetero.kv_types import F16, KVTypes, parse_kv_types
+
 CONFIG_FILE = "hetero.toml"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
@@ -39,7 +41,9 @@ class SettingError(ValueError):
 
 
 def setting(default: Any, help: str, *, kind: str, low: int = 0, high: int = 1 << 62, **extra: Any) -> Any:
-    """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path or choice."""
+    """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path, choice
+    or kv_types.
+    """
     meta = {"help": help, "kind": kind, "low": low, "high": high, **extra}
     return field(default=default, metadata=meta)
 
@@ -91,6 +95,12 @@ class Settings:
     )
     kv_tokens: int = setting(
         0, "Tokens that the KV cache holds, in place of kv_memory. 0: what kv_memory holds.", kind="int"
+    )
+    kv_type: KVTypes = setting(  # noqa: RUF009  like the others
+        F16,
+        "Format of the KV cache: f16, fp8 or q8_0, or keys and values apart, such as k=q8_0,v=fp8. fp8 and "
+        "q8_0 hold nearly twice as many tokens in the same memory; docs/quality.md says what they cost.",
+        kind="kv_types",
     )
     max_num_seqs: int = setting(
         32, "Requests that are computed at the same time; more than that wait.", kind="int", low=1, high=1024
@@ -229,6 +239,8 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         return _number(raw, kind, meta["low"], meta["high"])
     if not isinstance(raw, str) or not raw or "\0" in raw:
         raise ValueError("must be a non-empty string")
+    if kind == "kv_types":
+        return parse_kv_types(raw)
     if kind == "choice" and raw not in meta["choices"]:
         raise ValueError(f"{raw!r} is not one of {', '.join(meta['choices'])}")
     return str(Path(raw).expanduser()) if kind == "path" else raw

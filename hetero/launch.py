@@ -192,7 +192,7 @@ def _attended_in_place(prepared: Prepared, depth: int) -> int:
     from backends.ggml.attention_layout import MAX_VIEWS
 
     used = [prepared.choices[stage.index] for stage in prepared.plan.stages]
-    gathers = any(choice.device.kind != "cpu" or choice.spec.endpoint for choice in used)
+    gathers = not all(choice.own_kernels for choice in used)
     return MAX_VIEWS * depth if gathers else 0
 
 
@@ -292,7 +292,9 @@ def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[Sta
 
     plan, tokens, seqs = prepared.plan, settings.max_num_batched_tokens, settings.max_num_seqs
     return [
-        stage_spec(plan.groups, planned.layers, tokens, seqs, depth, plan.max_model_len)
+        stage_spec(
+            plan.groups, planned.layers, tokens, seqs, depth, plan.max_model_len, types=planned.kv_types
+        )
         for planned in plan.stages
     ]
 

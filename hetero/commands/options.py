@@ -22,9 +22,18 @@ ENGINE = (
     "ctx",
     "kv_memory",
     "kv_tokens",
+    "kv_type",
     "max_num_batched_tokens",
 )
-METAVARS = {"str": "TEXT", "list": "TEXT", "int": "N", "size": "SIZE", "path": "FILE", "counts": "N,N"}
+METAVARS = {
+    "str": "TEXT",
+    "list": "TEXT",
+    "int": "N",
+    "size": "SIZE",
+    "path": "FILE",
+    "counts": "N,N",
+    "kv_types": "TYPE",
+}
 SERVER = tuple(name for name in SPECS if name not in (*ENGINE, "model"))
 
 

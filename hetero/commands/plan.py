@@ -77,6 +77,10 @@ def _show(prepared: Prepared) -> None:
         span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
         print(f"KV blocks  {group.num_blocks}, for {len(group.layers)} layers that attend {span}")
     print(f"KV tokens  {made.kv_tokens}")
+    kept = dict.fromkeys(str(stage.kv_types) for stage in made.stages)
+    print(f"KV format  {' and '.join(kept)}")
+    in_others = ", ".join(f"{tokens} as {name}" for name, tokens in made.format_tokens)
+    print(f"           tokens in the same memory: {in_others}")
     print(f"context    {made.max_model_len}")
     if len(made.stages) > 1:
         for stage in made.stages:

@@ -22,7 +22,7 @@ from hetero.commands.inspect import fail, print_table
 from hetero.config import Settings, format_size
 from hetero.launch import LaunchError, Prepared, open_runner
 from hetero.plan.facts import quantization
-from hetero.plan.planner import SPARE
+from hetero.plan.sizes import SPARE
 from hetero.screen import ProgressCallback, loading
 from hetero.text.tokenizer import Tokenizer
 from hetero.windows import WindowError, batches, cut, limited, prepare_model, read_tokens

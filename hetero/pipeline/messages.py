@@ -23,6 +23,7 @@ import numpy as np
 
 from backends.base import BatchLike, DeviceSpec
 from backends.ggml.stage import StageSpec
+from backends.kv_format import KV_TYPES
 from hetero.batch import BlockCopy, BlockMove
 from hetero.pipeline.channel import ALIGNMENT, Message, WireError
 from hetero.plan.planner import BLOCK_SIZE
@@ -81,6 +82,8 @@ def read_stage(header: dict[str, Any]) -> StageSpec:
     )
     if not all(type(n) is int and 0 <= n < 1 << 31 for n in sizes) or len(spec.num_blocks) > MAX_GROUPS:
         raise WireError("the stage's sizes are no sizes")
+    if spec.key_type not in KV_TYPES or spec.value_type not in KV_TYPES:
+        raise WireError("a KV cache of an unknown format")
     return spec
 
 

@@ -12,6 +12,7 @@ from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import GgmlStage, StageSpec
 from hetero.batch import Batch
 from hetero.kv.groups import KVGroup
+from hetero.kv_types import F16, KVTypes
 from hetero.pipeline.isolated import ChannelStage
 from hetero.pipeline.runner import Runner
 from hetero.pipeline.supervise import Supervised
@@ -71,7 +72,7 @@ class StageOpener:
         """Whether the device's layers are out of this process."""
         if choice.spec.worker or self._isolate == "all":
             return True
-        return self._isolate == "auto" and (choice.device.kind != "cpu" or bool(choice.spec.endpoint))
+        return self._isolate == "auto" and not choice.own_kernels
 
 
 def stage_spec(
@@ -81,6 +82,8 @@ def stage_spec(
     max_logits: int,
     depth: int = 1,
     max_context: int = 0,
+    *,
+    types: KVTypes = F16,
 ) -> StageSpec:
     """What a stage of layers [first, last) holds under a plan's KV groups. See StageSpec."""
     return StageSpec(
@@ -92,6 +95,8 @@ def stage_spec(
         max_logits=max_logits,
         depth=depth,
         max_context=max_context,
+        key_type=types.keys,
+        value_type=types.values,
     )
 
 

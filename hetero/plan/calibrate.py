@@ -21,8 +21,9 @@ from dataclasses import dataclass
 from backends.base import StageBackend
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageSpec
+from hetero.kv_types import F16, KVTypes
 from hetero.plan.devices import DeviceChoice
-from hetero.plan.facts import layer_classes, layer_names
+from hetero.plan.facts import layer_classes, layer_names, types_on
 from hetero.plan.probe import Point, Probe
 from hetero.plan.times import DeviceTimes
 from hetero.screen import ProgressCallback
@@ -46,12 +47,19 @@ Layers = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is timed: the model, the largest chunk of a prompt, and how a stage of it is opened."""
+    """What is timed: the model, the largest chunk of a prompt, how a stage of it is opened, and in which
+    formats the KV cache is kept where the device has them.
+    """
 
     gguf: GGUFFile
     config: ModelConfig
     chunk_tokens: int
     open_stage: OpenStage
+    kv_types: KVTypes = F16
+
+    def types_on(self, choice: DeviceChoice) -> KVTypes:
+        """The formats that a device really keeps."""
+        return types_on(self.config, self.kv_types, choice.own_kernels)
 
 
 def calibrate(
@@ -176,6 +184,7 @@ def _open(subject: Subject, choice: DeviceChoice, first: int, last: int) -> Prob
         subject.config,
         (first, last),
         (max(TOKENS), max(contexts), most, subject.chunk_tokens),
+        subject.types_on(choice),
     )
 
 

@@ -32,6 +32,11 @@ class DeviceChoice:
         """Threads that compute on it (CPU only; 0 elsewhere)."""
         return self.spec.threads
 
+    @property
+    def own_kernels(self) -> bool:
+        """Whether it computes with kernels of ours: the CPUs, unless only ggml's RPC leads there."""
+        return self.device.kind == "cpu" and not self.spec.endpoint
+
 
 def _worker_devices(address: str) -> list[DeviceInfo]:
     from hetero.pipeline.remote import describe

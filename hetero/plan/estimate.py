@@ -30,12 +30,13 @@ def estimate(facts: ModelFacts, classes: Sequence[int], choice: DeviceChoice, ro
     def matrix(nbytes: float, rows: float) -> float:
         return max(nbytes / bandwidth, rows * nbytes / BYTES_PER_WEIGHT / rate)
 
+    kv_bytes = facts.token_bytes(not choice.own_kernels)
     examples = [classes.index(kind) for kind in range(max(classes) + 1)]
     decode = tuple(
         tuple(
             tuple(
                 matrix(facts.layer_bytes[layer], rows)
-                + rows * min(x, facts.layer_windows[layer] or x) * facts.kv_bytes_per_token[layer] / bandwidth
+                + rows * min(x, facts.layer_windows[layer] or x) * kv_bytes[layer] / bandwidth
                 for x in CONTEXTS
             )
             for rows in TOKENS

@@ -3,8 +3,11 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 from backends.ggml.models.config import ModelConfig, layer_tensors
+from backends.kv_format import kept_as, row_bytes
+from hetero.kv_types import F16, KVTypes
 from hetero.plan.planner import Limits, ModelFacts
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
@@ -18,11 +21,15 @@ OUTPUT_NORM, ROPE_FACTORS = "output_norm.weight", "rope_freqs.weight"
 LIVE_ROWS = 4  # n_ff- and n_embd-wide activations that a step's graph holds at the same time
 
 
-def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFacts:
-    """Sizes in bytes. KV is f16. Weights and the compute buffer are bounded from above: every weight
-    repacked; the widest activations.
+def model_facts(
+    gguf: GGUFFile,
+    config: ModelConfig,
+    limits: Limits,
+    kv_types: KVTypes = F16,
+) -> ModelFacts:
+    """Sizes in bytes. Weights and the compute buffer are bounded from above: every weight repacked; the
+    widest activations. ValueError where the model's heads cannot be kept in `kv_types`.
     """
-    token = config.n_head_kv * (config.head_dim_k + config.head_dim_v) * F16_BYTES
     heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
     experts = config.n_expert_used * (config.n_embd + config.n_ff) or config.n_ff
     row = LIVE_ROWS * (config.n_embd + experts + heads) * F32_BYTES
@@ -34,10 +41,10 @@ def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFac
     tied = HEAD not in sizes
     embed = sizes[EMBEDDING] * (1 if tied else REPACKED)
     head = REPACKED * (sizes[OUTPUT_NORM] + sizes[EMBEDDING if tied else HEAD])
-    return ModelFacts(
+    facts = ModelFacts(
         n_ctx_train=config.n_ctx_train,
         layer_windows=config.layer_windows,
-        kv_bytes_per_token=(token,) * config.n_layer,
+        kv_bytes_per_token=(),
         layer_bytes=tuple(int(REPACKED * size) for size in layers),
         embed_bytes=int(embed),
         head_bytes=int(head),
@@ -45,8 +52,44 @@ def model_facts(gguf: GGUFFile, config: ModelConfig, limits: Limits) -> ModelFac
         compute_bytes=limits.max_num_batched_tokens * row,
         logits_bytes=limits.max_num_seqs * config.n_vocab * F32_BYTES,
         rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,
-        gather_bytes_per_token=token + len(set(config.layer_windows)) * limits.max_num_batched_tokens * MASK,
     )
+    return with_kv_types(facts, config, limits, kv_types)
+
+
+def with_kv_types(facts: ModelFacts, config: ModelConfig, limits: Limits, kv_types: KVTypes) -> ModelFacts:
+    """The same model with its KV cache in other formats. ValueError as above."""
+    plain = types_on(config, kv_types, own_kernels=False)
+    token, plain_token = _token_bytes(config, kv_types), _token_bytes(config, plain)
+    masks = len(set(config.layer_windows)) * limits.max_num_batched_tokens * MASK
+    return replace(
+        facts,
+        kv_bytes_per_token=(token,) * config.n_layer,
+        plain_kv_bytes_per_token=(plain_token,) * config.n_layer,
+        kv_types=kv_types,
+        plain_kv_types=plain,
+        gather_bytes_per_token=plain_token + _unpacked_bytes(config, plain) + masks,
+    )
+
+
+def types_on(config: ModelConfig, wanted: KVTypes, own_kernels: bool) -> KVTypes:
+    """The formats that a device keeps, which may lack kernels of ours, where `wanted` were asked for."""
+    return KVTypes(
+        kept_as(wanted.keys, config.head_dim_k, own_kernels),
+        kept_as(wanted.values, config.head_dim_v, own_kernels),
+    )
+
+
+def _token_bytes(config: ModelConfig, types: KVTypes) -> int:
+    keys, values = row_bytes(types.keys, config.head_dim_k), row_bytes(types.values, config.head_dim_v)
+    return config.n_head_kv * (keys + values)
+
+
+def _unpacked_bytes(config: ModelConfig, types: KVTypes) -> int:
+    """What a token takes more where keys and values differ: few drivers attend that, so it is f16 first."""
+    if types.keys == types.values:
+        return 0
+    dims = ((types.keys, config.head_dim_k), (types.values, config.head_dim_v))
+    return config.n_head_kv * sum(dim * (F32_BYTES + F16_BYTES) for kind, dim in dims if kind != "f16")
 
 
 def layer_names(config: ModelConfig, layer: int) -> list[str]:

@@ -6,14 +6,16 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from backends.ggml.models.config import ModelConfig
+from backends.kv_format import KV_TYPES, Q8_BLOCK, row_bytes
 from hetero.config import Settings
+from hetero.kv_types import KVTypes
 from hetero.plan.calibrate import OpenStage, Subject
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.estimate import estimate
-from hetero.plan.facts import layer_classes, model_facts
+from hetero.plan.facts import layer_classes, model_facts, with_kv_types
 from hetero.plan.forecast import Forecast, forecast
 from hetero.plan.measured import cached_times, measured_times
-from hetero.plan.planner import Limits, ModelFacts, Place, Plan, make_plan
+from hetero.plan.planner import Limits, ModelFacts, Place, Plan, make_plan, tokens_in
 from hetero.plan.problem import SplitProblem
 from hetero.plan.reasons import cut_reasons, left_out
 from hetero.plan.split import parts_of
@@ -63,17 +65,24 @@ def plan_model(
         settings.pipeline_depth,
         settings.objective == "capacity",
     )
-    facts = model_facts(gguf, config, limits)
+    _check_kv_types(settings, config)
+    facts = model_facts(gguf, config, limits, settings.kv_type)
     _check_counts(settings, choices, facts.n_layer)
     subject = _subject(gguf, config, settings, open_stage)
     times = _times(subject, facts, choices, progress, measure)
     labels = _labels(choices)
     places = [_place(choice, label) for choice, label in zip(choices, labels, strict=True)]
     if times is None:
-        return Planned(make_plan(facts, places, [(0, 0, facts.n_layer)], limits), facts, None)
-    classes, ordered = layer_classes(gguf, config), bool(settings.device)
-    problem = SplitProblem(facts, limits, places, times, classes, settings.objective, ordered)
-    return _split(problem, settings.split, labels)
+        made = Planned(make_plan(facts, places, [(0, 0, facts.n_layer)], limits), facts, None)
+    else:
+        classes, ordered = layer_classes(gguf, config), bool(settings.device)
+        problem = SplitProblem(facts, limits, places, times, classes, settings.objective, ordered)
+        made = _split(problem, settings.split, labels)
+    held = tuple(
+        (name, tokens_in(made.plan, with_kv_types(facts, config, limits, types), limits, places))
+        for name, types in _formats(config)
+    )
+    return replace(made, plan=replace(made.plan, format_tokens=held))
 
 
 def calibrate_model(
@@ -88,8 +97,29 @@ def calibrate_model(
     return measured_times(_subject(gguf, config, settings, open_stage), choices, progress, again=True)
 
 
+def _check_kv_types(settings: Settings, config: ModelConfig) -> None:
+    wanted = settings.kv_type
+    for kind, dim, what in (
+        (wanted.keys, config.head_dim_k, "keys"),
+        (wanted.values, config.head_dim_v, "values"),
+    ):
+        try:
+            row_bytes(kind, dim)
+        except ValueError as exc:
+            raise PlanError(
+                f"--kv-type {wanted}: {exc} in the {what} of this model; use f16 or fp8"
+            ) from None
+
+
+def _formats(config: ModelConfig) -> list[tuple[str, KVTypes]]:
+    """Those that the model's heads allow, keys and values alike."""
+    blocks = config.head_dim_k % Q8_BLOCK == 0 and config.head_dim_v % Q8_BLOCK == 0
+    return [(name, KVTypes(name, name)) for name in KV_TYPES if blocks or name != "q8_0"]
+
+
 def _subject(gguf: GGUFFile, config: ModelConfig, settings: Settings, open_stage: OpenStage) -> Subject:
-    return Subject(gguf, config, min(CHUNK, settings.max_num_batched_tokens), open_stage)
+    chunk = min(CHUNK, settings.max_num_batched_tokens)
+    return Subject(gguf, config, chunk, open_stage, settings.kv_type)
 
 
 def _split(problem: SplitProblem, counts: Sequence[int], labels: Sequence[str]) -> Planned:
@@ -156,7 +186,7 @@ def _place(choice: DeviceChoice, label: str) -> Place:
         free_bytes=device.free_bytes,
         memory=f"{machine} {memory}",
         shared=device.kind != "gpu",
-        gathers=device.kind != "cpu" or bool(spec.endpoint),  # our own kernels do not
+        gathers=not choice.own_kernels,
     )
 
 

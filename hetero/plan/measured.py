@@ -52,7 +52,8 @@ def _path(subject: Subject, choices: Sequence[DeviceChoice], index: int) -> Path
     beside = [c.threads for c in choices if shares_memory(c)] if shares_memory(choice) else []
     device, spec = choice.device, choice.spec
     names = (device.backend, device.device_id, device.description, spec.name, spec.endpoint, spec.worker)
-    depends = [*names, spec.threads, spec.cores, beside, __version__, *_ggml(), *_shapes(subject)]
+    kept = str(subject.types_on(choice))
+    depends = [*names, spec.threads, spec.cores, beside, kept, __version__, *_ggml(), *_shapes(subject)]
     digest = hashlib.sha256(json.dumps(depends).encode()).hexdigest()[:24]
     base = os.environ.get("HETERO_CACHE_DIR") or platformdirs.user_cache_dir("hetero")
     return Path(base).expanduser() / "calibration" / f"{digest}.json"

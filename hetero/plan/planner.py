@@ -5,98 +5,19 @@ Pure: numbers in, numbers and reasons out. Which layers go where is decided in s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from backends.base import BLOCK_SIZE
 from backends.ggml.attention_layout import GATHERED
 from hetero.config import format_size
 from hetero.kv.groups import KVGroup
+from hetero.kv_types import F16, KVTypes
+from hetero.plan.sizes import Limits, ModelFacts, Place
 
 SHARE = 0.25  # of a memory that programs share, for the KV cache that nobody sized
-SPARE = 0.9  # of the free memory, the most that a plan may use
-MIN_CONTEXT = 2048  # tokens; a smaller cache than this is refused rather than chosen
+MOST_GAINED = 4  # times the tokens that another format may hold in the same memory; they take 1 to 2 bytes
 WINDOW_ROOM = 2  # windowed pools are this many times what the running requests need, for cached tails
-
-
-@dataclass(frozen=True, slots=True)
-class ModelFacts:
-    """What the plan needs to know of a model. Bytes, bounded from above where they vary.
-
-    `layer_windows[i]`, `kv_bytes_per_token[i]` (K and V of one token) and `layer_bytes[i]` (weights)
-    are of layer i. `embed_bytes` are the weights that the first stage has on top, `head_bytes` those of
-    the last; of these, a stage that is both holds `shared_bytes` once only (a matrix that is both).
-    `compute_bytes` is what a step's graph needs, `logits_bytes` what the last stage's needs on top;
-    `rows_bytes` is what a stage hands on in a step. A device without kernels of ours gathers a sequence's
-    KV first: `gather_bytes_per_token` for each of its tokens.
-    """
-
-    n_ctx_train: int
-    layer_windows: tuple[int | None, ...]
-    kv_bytes_per_token: tuple[int, ...]
-    layer_bytes: tuple[int, ...]
-    embed_bytes: int
-    head_bytes: int
-    compute_bytes: int
-    logits_bytes: int = 0
-    rows_bytes: int = 0
-    gather_bytes_per_token: int = 0
-    shared_bytes: int = 0
-
-    @property
-    def n_layer(self) -> int:
-        return len(self.layer_windows)
-
-    @property
-    def weight_bytes(self) -> int:
-        return sum(self.layer_bytes) + self.embed_bytes + self.head_bytes
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What the user asked for; 0 means "decide for me"."""
-
-    ctx: int = 0
-    kv_memory: int = 0
-    kv_tokens: int = 0
-    max_num_seqs: int = 32
-    max_num_batched_tokens: int = 512
-    pipeline_depth: int = 0
-    all_memory: bool = False  # for the KV cache that nobody sized, also where other programs live
-
-    def context(self, facts: ModelFacts) -> int:
-        """The longest context of one request that is asked for, in tokens."""
-        return min(self.ctx or facts.n_ctx_train, facts.n_ctx_train)
-
-    def most_tokens(self, facts: ModelFacts) -> int:
-        """More than these tokens of KV cache are never used."""
-        return _round_up(self.max_num_seqs * self.context(facts))
-
-    def least_tokens(self, facts: ModelFacts) -> int:
-        """The KV cache below which a plan does not fit."""
-        if self.kv_tokens:
-            return _round_up(self.kv_tokens)
-        context = self.context(facts)
-        return _round_up(context if self.ctx else min(context, MIN_CONTEXT))
-
-
-@dataclass(frozen=True, slots=True)
-class Place:
-    """A device that can hold a stage, with the memory it has to give.
-
-    `memory` names that memory: CPU devices of one machine share theirs. `shared`: other programs live
-    there too. `gathers`: attention needs the gathered KV of a sequence.
-    """
-
-    device: str
-    free_bytes: int
-    memory: str
-    shared: bool = True
-    gathers: bool = False
-
-    @property
-    def usable_bytes(self) -> int:
-        return int(self.free_bytes * SPARE)
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,7 +25,8 @@ class StagePlan:
     """One device's share: layers [first, last), and the bytes that it holds.
 
     `index` is the device's position among those that were chosen. `seconds` is what a step of one
-    micro-batch of decoding is predicted to take, `reason` why the stage ends where it does.
+    micro-batch of decoding is predicted to take, `reason` why the stage ends where it does. `kv_types` is
+    what the KV cache is kept in there.
     """
 
     device: str
@@ -116,6 +38,7 @@ class StagePlan:
     index: int = 0
     seconds: float | None = None
     reason: str = ""
+    kv_types: KVTypes = F16
 
     @property
     def total_bytes(self) -> int:
@@ -138,6 +61,7 @@ class Plan:
     kept at the same time. `max_model_len` is the longest context of one request. `reasons` explain the
     sizes, `notes` say where the user gets less than asked for. `free_bytes` is of all memories used.
     `fitting_tokens` is the largest KV cache that these stages have room for, 0 for none at all.
+    `format_tokens`: (format, how many tokens it would hold in the same memory) of each that can be chosen.
     """
 
     stages: tuple[StagePlan, ...]
@@ -149,6 +73,7 @@ class Plan:
     notes: tuple[str, ...]
     shortages: tuple[Shortage, ...]
     fitting_tokens: int
+    format_tokens: tuple[tuple[str, int], ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -195,20 +120,33 @@ def kv_bytes(groups: Sequence[KVGroup], bytes_per_token: Sequence[int], block_si
     return sum(g.num_blocks * block_size * sum(bytes_per_token[i] for i in g.layers) for g in groups)
 
 
-def layer_kv_bytes(facts: ModelFacts, limits: Limits, tokens: int) -> list[int]:
-    """Bytes of each layer's pools when the KV cache holds `tokens` tokens."""
+def layer_kv_bytes(facts: ModelFacts, limits: Limits, tokens: int, places: Iterable[Place]) -> list[int]:
+    """Bytes of each layer's pools when the KV cache holds `tokens` tokens: the most on any of `places`."""
+    kinds = [facts.token_bytes(plain) for plain in {place.gathers for place in places}]
     sizes = [0] * facts.n_layer
     for group in _groups(facts, limits, tokens):
         for layer in group.layers:
-            sizes[layer] = group.num_blocks * BLOCK_SIZE * facts.kv_bytes_per_token[layer]
+            sizes[layer] = group.num_blocks * BLOCK_SIZE * max(kind[layer] for kind in kinds)
     return sizes
 
 
-def tokens_of_memory(facts: ModelFacts, limits: Limits) -> int:
+def tokens_of_memory(facts: ModelFacts, limits: Limits, places: Sequence[Place]) -> int:
     """Tokens in a KV cache of --kv-memory bytes over all devices, but none that are never used."""
     most = limits.most_tokens(facts)
-    tokens = _most_tokens(most, lambda n: sum(layer_kv_bytes(facts, limits, n)) <= limits.kv_memory)
+    tokens = _most_tokens(most, lambda n: sum(layer_kv_bytes(facts, limits, n, places)) <= limits.kv_memory)
     return max(BLOCK_SIZE, tokens)
+
+
+def tokens_in(plan: Plan, facts: ModelFacts, limits: Limits, places: Sequence[Place]) -> int:
+    """Tokens that the KV memory of a plan's stages would hold with other `facts` of the same model."""
+
+    def fits(tokens: int) -> bool:
+        return all(
+            sum(layer_kv_bytes(facts, limits, tokens, [places[s.index]])[slice(*s.layers)]) <= s.kv_bytes
+            for s in plan.stages
+        )
+
+    return _most_tokens(MOST_GAINED * plan.kv_tokens, fits)
 
 
 def stage_compute_bytes(facts: ModelFacts, limits: Limits, place: Place, last: bool, num_stages: int) -> int:
@@ -226,13 +164,19 @@ def make_plan(facts: ModelFacts, places: Sequence[Place], cuts: Sequence[Cut], l
     context = limits.context(facts)
     stages = [_Stage(facts, limits, places[index], first, last, len(cuts)) for index, first, last in cuts]
     memories = [[s for s in stages if s.place.memory == name] for name in _names(stages)]
-    tokens, reasons = _choose_tokens(facts, limits, context, memories)
+    tokens, reasons = _choose_tokens(facts, limits, context, memories, places)
     notes = []
     if limits.ctx > facts.n_ctx_train:
         notes.append(f"--ctx {limits.ctx} is more than the model was trained for: {facts.n_ctx_train}")
     if tokens < context:
         notes.append(
             f"requests are limited to the {tokens} tokens of the KV cache; the model could {context}"
+        )
+    plain = dict.fromkeys(s.place.device for s in stages if s.place.gathers)
+    if plain and facts.plain_kv_types != facts.kv_types:
+        notes.append(
+            f"{', '.join(plain)}: no kernels for an fp8 KV cache there, so --kv-type {facts.kv_types} is "
+            f"{facts.plain_kv_types}"
         )
     planned = tuple(s.plan(cut[0], tokens) for s, cut in zip(stages, cuts, strict=True))
     return Plan(
@@ -292,7 +236,8 @@ class _Stage:
         self._compute = stage_compute_bytes(facts, limits, place, ends[1], num_stages)
 
     def kv(self, tokens: int) -> int:
-        return sum(layer_kv_bytes(self._facts, self._limits, tokens)[self._first : self._last])
+        layers = layer_kv_bytes(self._facts, self._limits, tokens, [self.place])
+        return sum(layers[self._first : self._last])
 
     def compute(self, tokens: int) -> int:
         return self._compute + gathered_bytes(self._facts, self._limits, self.place, tokens)
@@ -309,6 +254,7 @@ class _Stage:
             self.compute(tokens),
             self.place.free_bytes,
             index,
+            kv_types=self._facts.plain_kv_types if self.place.gathers else self._facts.kv_types,
         )
 
 
@@ -332,14 +278,18 @@ def _shortages(memories: Sequence[Sequence[_Stage]], tokens: int) -> list[Shorta
 
 
 def _choose_tokens(
-    facts: ModelFacts, limits: Limits, context: int, memories: Sequence[Sequence[_Stage]]
+    facts: ModelFacts,
+    limits: Limits,
+    context: int,
+    memories: Sequence[Sequence[_Stage]],
+    places: Sequence[Place],
 ) -> tuple[int, list[str]]:
     """Tokens in the cache, a multiple of the block size, and why."""
     least, most = limits.least_tokens(facts), limits.most_tokens(facts)
     if limits.kv_tokens:
         return least, ["KV cache: as many tokens as --kv-tokens says"]
     if limits.kv_memory:
-        tokens = tokens_of_memory(facts, limits)
+        tokens = tokens_of_memory(facts, limits, places)
         if tokens >= most:
             return most, [f"KV cache: {limits.max_num_seqs} requests of {context} tokens; more is never used"]
         return tokens, [f"KV cache: what fits in --kv-memory ({format_size(limits.kv_memory)})"]
@@ -382,7 +332,3 @@ def _most_tokens(most: int, fits: Callable[[int], bool]) -> int:
 
 def _groups(facts: ModelFacts, limits: Limits, tokens: int) -> tuple[KVGroup, ...]:
     return kv_groups(facts.layer_windows, tokens, limits.max_num_seqs, limits.max_num_batched_tokens)
-
-
-def _round_up(tokens: int) -> int:
-    return -(-tokens // BLOCK_SIZE) * BLOCK_SIZE

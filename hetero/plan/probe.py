@@ -11,7 +11,9 @@ import numpy as np
 from backends.base import StageBackend
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageSpec
+from backends.kv_format import row_bytes
 from hetero.batch import Batch, BlockCopy
+from hetero.kv_types import KVTypes
 from hetero.plan.planner import BLOCK_SIZE, kv_groups
 
 POOL_BYTES = 96 << 20  # of KV; sequences share blocks beyond that, too far apart for any cache
@@ -39,13 +41,18 @@ class Probe:
         config: ModelConfig,
         layers: tuple[int, int],
         sizes: tuple[int, int, int, int],
+        types: KVTypes,
     ):
-        """`sizes`: most sequences, longest context, most tokens attended in a step, tokens of a chunk."""
+        """`sizes`: most sequences, longest context, most tokens attended in a step, tokens of a chunk.
+
+        `types`: how the device keeps keys and values.
+        """
         sequences, context, attended, chunk = sizes
         self._config, (self._first, self._last) = config, layers
         groups = kv_groups(config.layer_windows, context, sequences, chunk)
         self._num_groups = len(groups)
-        block = 2 * BLOCK_SIZE * config.n_head_kv * (config.head_dim_k + config.head_dim_v)
+        head = row_bytes(types.keys, config.head_dim_k) + row_bytes(types.values, config.head_dim_v)
+        block = BLOCK_SIZE * config.n_head_kv * head
         affordable = POOL_BYTES // (block * (self._last - self._first))
         least = -(-max(context, chunk, BLOCK_SIZE) // BLOCK_SIZE)
         self._blocks = max(least, min(affordable, -(-attended // BLOCK_SIZE)))  # block 0 on top
@@ -56,6 +63,8 @@ class Probe:
             num_blocks=(1 + self._blocks,) * self._num_groups,
             max_tokens=max(sequences, chunk),
             max_logits=sequences,
+            key_type=types.keys,
+            value_type=types.values,
         )
         rng = np.random.default_rng(0)
         rows = rng.standard_normal((spec.max_tokens, config.n_embd)).astype(np.float32)

@@ -77,7 +77,7 @@ class SplitProblem:
         gathered = [gathered_bytes(facts, limits, p, tokens) for p in self.places]
         names = [p.memory for p in self.places]
         return Memory(
-            layers=np.array(facts.layer_bytes) + np.array(layer_kv_bytes(facts, limits, tokens)),
+            layers=np.array(facts.layer_bytes) + np.array(layer_kv_bytes(facts, limits, tokens, self.places)),
             first=facts.embed_bytes,
             last=facts.head_bytes + max(0, *(e - i for e, i in zip(at_end, inner, strict=True))),
             fixed=np.array(inner) + np.array(gathered),
@@ -95,7 +95,7 @@ class SplitProblem:
         limits, facts = self.limits, self.facts
         least = limits.least_tokens(facts)
         if limits.kv_memory and not limits.kv_tokens:
-            least = tokens_of_memory(facts, limits)
+            least = tokens_of_memory(facts, limits, self.places)
         elif self.objective == "capacity" and not limits.kv_tokens:
             least = self._most_tokens(least)
         first = self._best(least, self.goal)

@@ -17,6 +17,7 @@ from tiny_models import tiny_model
 from backends.ggml.devices import open_device
 from backends.ggml.models.config import read_config
 from backends.ggml.stage import GgmlStage
+from hetero.kv_types import KVTypes
 from hetero.plan import calibrate as module
 from hetero.plan.calibrate import Subject, calibrate, rising
 from hetero.plan.measured import cached_times, measured_times
@@ -132,6 +133,8 @@ def test_times_are_kept_and_told_apart(model_path: Path, cache: Path):
     assert cached_times(subject, [gpu("CUDA1")]) == (None,)
     assert cached_times(subject, [cpu("a")]) == (None,)  # alone it has the memory to itself
     assert cached_times(replace(subject, chunk_tokens=64), [gpu("CUDA0")]) == (None,)
+    for kept in (KVTypes("fp8", "fp8"), KVTypes("q8_0", "f16")):
+        assert cached_times(replace(subject, kv_types=kept), choices)[:2] == (None, None)
     measured_times(subject, [gpu("CUDA0"), gpu("CUDA1")], quiet)
     assert {label for label, _ in devices.opened[opened:]} == {"CUDA1"}
     measured_times(subject, [gpu("CUDA0")], quiet, again=True)

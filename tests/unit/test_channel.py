@@ -227,7 +227,7 @@ def test_a_payload_shorter_than_its_head_says(ends: tuple[PipeChannel, PipeChann
 
 # -- stages and steps ------------------------------------------------------------------------------
 
-SPEC = StageSpec(1, 3, {1: 0, 2: 1}, (5, 7), max_tokens=8, max_logits=4, depth=2)
+SPEC = StageSpec(1, 3, {1: 0, 2: 1}, (5, 7), max_tokens=8, max_logits=4, depth=2, value_type="q8_0")
 
 
 def test_specs_travel() -> None:
@@ -238,6 +238,8 @@ def test_specs_travel() -> None:
         ("stage", header["stage"] | {"first": -1}),
         ("stage", header["stage"] | {"more": 1}),
         ("stage", header["stage"] | {"group_of": [[1]]}),
+        ("stage", header["stage"] | {"key_type": "f8"}),
+        ("stage", header["stage"] | {"value_type": None}),
         ("stage", {"first": 0}),
         ("stage", None),
         ("device", {"threads": 1}),

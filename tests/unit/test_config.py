@@ -6,8 +6,10 @@ from pathlib import Path
 
 import pytest
 
+from backends import kv_format
 from hetero import config
 from hetero.config import SPECS, SettingError, load, parse_size
+from hetero.kv_types import KV_TYPES, KVTypes, parse_kv_types, parse_several
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,6 +57,30 @@ def test_layers_per_device_are_numbers_in_any_source():
 
 
 @pytest.mark.parametrize(
+    ("text", "keys", "values"),
+    [
+        ("fp8", "fp8", "fp8"),
+        ("Q8_0", "q8_0", "q8_0"),
+        ("k=q8_0,v=fp8", "q8_0", "fp8"),
+        ("v=f16, k=fp8", "fp8", "f16"),
+        ("v=fp8", "f16", "fp8"),
+    ],
+)
+def test_formats_of_the_kv_cache(text: str, keys: str, values: str):
+    wanted = KVTypes(keys, values)
+    for source in ({"kv_type": text}, {}), ({}, {"HETERO_KV_TYPE": text}):
+        loaded = load(*source)
+        assert loaded.settings.kv_type == wanted
+        assert [value for name, value, _ in config.describe(loaded) if name == "kv_type"] == [str(wanted)]
+    assert parse_kv_types(str(wanted)) == wanted
+    assert parse_several(f"f16,{text}, fp8,{wanted}") == [KVTypes(), wanted, KVTypes("fp8", "fp8"), wanted]
+
+
+def test_the_formats_are_those_that_are_implemented():
+    assert KV_TYPES == kv_format.KV_TYPES
+
+
+@pytest.mark.parametrize(
     ("text", "size"),
     [
         ("512M", 512 << 20),
@@ -87,6 +113,10 @@ def test_not_sizes(text: str):
         ({"split": "20,x"}, {}, "", ["--split", "'x'", "whole number"]),
         ({}, {"HETERO_SPLIT": "0,4"}, "", ["HETERO_SPLIT", "at least 1"]),
         ({}, {}, "split = 3", ["split", "hetero.toml", "20,12"]),
+        ({"kv_type": "f8"}, {}, "", ["--kv-type", "'f8'", "fp8, q8_0"]),
+        ({}, {"HETERO_KV_TYPE": "q8_0,fp8"}, "", ["HETERO_KV_TYPE", "q8_0,fp8", "k=q8_0,v=fp8"]),
+        ({}, {}, 'kv_type = "k=fp8,k=f16"', ["kv_type", "hetero.toml", "k=q8_0,v=fp8"]),
+        ({}, {}, "kv_type = 8", ["kv_type", "hetero.toml", "string"]),
         ({"objective": "speed"}, {}, "", ["--objective", "speed", "throughput"]),
         ({}, {}, "api_key = [1]", ["api_key", "hetero.toml", "strings"]),
         ({}, {}, 'host = ""', ["host", "hetero.toml", "non-empty"]),

@@ -2,20 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
 from hetero.config import Settings
+from hetero.kv_types import KVTypes
 from hetero.launch import open_stages, prepare
 from hetero.plan.host import usable_cores
 from hetero.plan.make import GUESSED
 from hetero.plan.planner import (
     BLOCK_SIZE,
-    MIN_CONTEXT,
     SHARE,
-    SPARE,
     Limits,
     ModelFacts,
     Place,
@@ -24,7 +25,9 @@ from hetero.plan.planner import (
     kv_bytes,
     kv_groups,
     make_plan,
+    tokens_in,
 )
+from hetero.plan.sizes import MIN_CONTEXT, SPARE
 
 GIB = 1 << 30
 
@@ -258,3 +261,27 @@ def test_memory_beyond_any_use_is_not_claimed() -> None:
     plan = on_one(facts, 1 << 40, limits)
     assert plan.kv_tokens == 4 * 1024
     assert any("4 requests of 1024 tokens" in reason for reason in plan.reasons)
+
+
+def test_devices_without_our_kernels_have_formats_of_their_own():
+    model = facts(
+        kv_bytes_per_token=(132,) * 4,
+        plain_kv_bytes_per_token=(136,) * 4,
+        kv_types=KVTypes("fp8", "fp8"),
+        plain_kv_types=KVTypes("q8_0", "q8_0"),
+    )
+    places = [Place("CPU", GIB, "memory"), Place("CUDA0", GIB, "card", shared=False, gathers=True)]
+    plan = make_plan(model, places, [(0, 0, 3), (1, 3, 4)], Limits(kv_tokens=16384))
+    blocks = 16384 // BLOCK_SIZE + 1
+    assert [s.kv_bytes for s in plan.stages] == [3 * 132 * 16 * blocks, 136 * 16 * blocks]
+    assert [str(s.kv_types) for s in plan.stages] == ["fp8", "q8_0"]
+    (note,) = [n for n in plan.notes if "fp8" in n]
+    assert note.startswith("CUDA0: ") and "--kv-type fp8 is q8_0" in note
+    alone = make_plan(model, places[:1], [(0, 0, 4)], Limits(kv_tokens=16384))
+    assert not any("fp8" in n for n in alone.notes)
+    bounded = make_plan(model, places, [(0, 0, 3), (1, 3, 4)], Limits(kv_memory=20 << 20))
+    assert 19 << 20 < sum(s.kv_bytes for s in bounded.stages) <= 20 << 20
+    halves = replace(model, kv_bytes_per_token=(66,) * 4, plain_kv_bytes_per_token=(68,) * 4)
+    held = tokens_in(plan, halves, Limits(kv_tokens=16384), places)
+    assert 2 * 16384 <= held < 2 * 16384 + 2 * BLOCK_SIZE
+    assert tokens_in(plan, model, Limits(kv_tokens=16384), places) == 16384

@@ -14,7 +14,8 @@ from tiny_models import tiny_model
 from backends.ggml.models.config import read_config
 from hetero.commands import plan as command
 from hetero.config import Settings
-from hetero.launch import Prepared
+from hetero.kv_types import KVTypes
+from hetero.launch import Prepared, _stage_specs
 from hetero.models import ResolvedModel
 from hetero.plan import calibrate as calibration
 from hetero.plan.make import AGAIN, GUESSED, MISSING, PlanError, calibrate_model, plan_model
@@ -208,3 +209,45 @@ def test_calibration_serves_later_plans(planner: Planner):
     opened = len(planner.devices.opened)
     assert planner.plan(choices, device=("a", "b")).forecast.measured
     assert len(planner.devices.opened) == opened
+
+
+FP8, Q8 = KVTypes("fp8", "fp8"), KVTypes("q8_0", "q8_0")
+
+
+def test_formats_of_each_device_and_what_they_would_hold(tmp_path: Path, capsys: pytest.CaptureFixture[str]):
+    planner = Planner(tiny_model(tmp_path / "m.gguf", n_heads=4, n_kv_heads=2, head_dim=64, n_ctx=8192))
+    choices, given = [cpu("CPU"), gpu("CUDA0")], {"device": ("CPU", "CUDA0"), "kv_tokens": 4096}
+    plain, fp8 = (planner.prepared(choices, **given, kv_type=t) for t in (KVTypes(), FP8))
+    assert [s.kv_types for s in plain.plan.stages] == [KVTypes(), KVTypes()]
+    assert [s.kv_types for s in fp8.plan.stages] == [FP8, Q8]
+    specs = {label: stage.spec for label, stage in planner.devices.opened}
+    assert (specs["CPU"].key_type, specs["CUDA0"].value_type) == ("fp8", "q8_0")  # timed as they will be
+    (first, last), dim = _stage_specs(fp8, planner.settings, 2), planner.config.head_dim_k
+    assert (first.key_type, first.value_type, last.key_type, last.value_type) == (
+        "fp8",
+        "fp8",
+        "q8_0",
+        "q8_0",
+    )
+    held = dict(plain.plan.format_tokens)
+    assert held["f16"] == 4096
+    assert held["fp8"] / 4096 == pytest.approx(2 * dim / (dim + dim / 16), rel=0.01)  # q8_0 on the card
+    assert dict(fp8.plan.format_tokens)["fp8"] == 4096
+    command._show(fp8)
+    out = capsys.readouterr().out
+    assert "KV format  fp8 and q8_0" in out and "4096 as fp8" in out
+    assert "note       CUDA0: no kernels for an fp8 KV cache" in out
+    table = json.loads(json.dumps(command.as_table(fp8)))
+    assert table["stages"][1]["kv_types"] == {"keys": "q8_0", "values": "q8_0"}
+
+
+def test_heads_that_a_format_cannot_hold(tmp_path: Path):
+    planner = Planner(tiny_model(tmp_path / "m.gguf", n_embd=80, n_heads=2, head_dim=40))
+    with pytest.raises(PlanError, match=r"--kv-type q8_0: .*multiple of 32 values, not 40 in the keys"):
+        planner.plan([cpu("CPU")], kv_type=Q8)
+    with pytest.raises(PlanError, match=r"--kv-type k=fp8,v=q8_0: .* in the values"):
+        planner.plan([cpu("CPU")], kv_type=KVTypes("fp8", "q8_0"))
+    plan = planner.plan([gpu("CUDA0")], kv_type=FP8).plan
+    assert plan.stages[0].kv_types == KVTypes()
+    assert any("--kv-type fp8 is f16" in note for note in plan.notes)
+    assert [name for name, _ in plan.format_tokens] == ["f16", "fp8"]
