@@ -1,7 +1,7 @@
 """Speculation against none, and against llama-server's own, on the same text.
 
-    python tests/bench/speculation.py                                hetero, --spec off and default
-    python tests/bench/speculation.py --llama-venv .venv-bench       also llama-server: none, ngram-mod, ngram-simple
+    python tests/bench/speculation.py                             hetero: --spec off and others
+    python tests/bench/speculation.py --llama-venv .venv-bench    and llama-server: none, ngram-mod, -simple
 
 edit     a file of 150 lines is in the prompt; the answer repeats it with small edits
 prose    nothing to repeat: sampled text after random words
@@ -30,8 +30,21 @@ from hetero import __version__
 from hetero.models import resolve
 from hetero.plan.devices import usable_cores
 
-NOUNS = "order invoice customer product payment shipment account ticket message report session device".split()
-VERBS = "load save check update count merge filter sort print parse".split()
+NOUNS = [
+    "order",
+    "invoice",
+    "customer",
+    "product",
+    "payment",
+    "shipment",
+    "account",
+    "ticket",
+    "message",
+    "report",
+    "session",
+    "device",
+]
+VERBS = ["load", "save", "check", "update", "count", "merge", "filter", "sort", "print", "parse"]
 CTX = 4096
 
 Results = dict[tuple[str, int, str], list[float]]  # (workload, clients, server) -> tokens per second
