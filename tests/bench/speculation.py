@@ -30,20 +30,9 @@ from hetero import __version__
 from hetero.models import resolve
 from hetero.plan.devices import usable_cores
 
-NOUNS = [
-    "order",
-    "invoice",
-    "customer",
-    "product",
-    "payment",
-    "shipment",
-    "account",
-    "ticket",
-    "message",
-    "report",
-    "session",
-    "device",
-]
+NOUNS = """
+order invoice customer product payment shipment account ticket message report session device
+""".split()  # noqa: SIM905
 VERBS = ["load", "save", "check", "update", "count", "merge", "filter", "sort", "print", "parse"]
 CTX = 4096
 
