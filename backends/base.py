@@ -82,11 +82,30 @@ class BatchLike(Protocol):
     def only_argmax(self) -> bool: ...
 
 
+class HostMemoryView(Protocol):
+    """A stage's slots in main memory, for this process to read and write. See backends.host_memory.
+
+    A slot is the caller's as long as no step that moves it is in flight.
+    """
+
+    def slot_bytes(self, group: int) -> int:
+        """Bytes of a slot of a KV group; 0 where the stage has no layer of it."""
+        ...
+
+    def view(self, group: int, slot: int) -> np.ndarray:
+        """The slot's bytes, uint8 [slot_bytes(group)]. From any thread; not after the stage was closed."""
+        ...
+
+
 class StageBackend(Protocol):
     """Consecutive layers of a model on one device, with their KV pools."""
 
     def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
-        """Take in a step's inputs. `hidden` is float32 [T, n_embd], or None for the first stage."""
+        """Take in a step's inputs. `hidden` is float32 [T, n_embd], or None for the first stage.
+
+        Moves blocks as hetero.batch.Step has it; with the result of `compute` all moves have ended. A step
+        may have moves alone: no token, and an empty result.
+        """
         ...
 
     def compute(self) -> np.ndarray:
@@ -109,8 +128,23 @@ class StageBackend(Protocol):
         """Time that the device computed in the last call."""
         ...
 
+    @property
+    def move_seconds(self) -> float:
+        """Time that the last step's spills and loads took, be it while the device computed."""
+        ...
+
+    @property
+    def moved_bytes(self) -> int:
+        """Bytes that they moved."""
+        ...
+
+    @property
+    def host_memory(self) -> HostMemoryView | None:
+        """The stage's slots, where this process can reach them. A stage that was lost comes with new ones."""
+        ...
+
     def memory(self) -> dict[str, int]:
-        """Bytes held, by purpose: weights, kv, compute."""
+        """Bytes held, by purpose: weights, kv, compute, and host: the most that slots can take."""
         ...
 
     def counters(self) -> dict[str, int]:

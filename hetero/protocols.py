@@ -33,6 +33,8 @@ class StageTimesLike(Protocol):
     graph_seconds: float
     bytes_in: int
     bytes_out: int
+    move_seconds: float
+    moved_bytes: int
 
 
 class ResultLike(Protocol):

@@ -61,9 +61,10 @@ class ObservingStage(GgmlStage):
 
     def compute(self) -> np.ndarray:
         assert self._prepared is not None, "no step was prepared"
-        builder = self._prepared[0].builder
+        graph = self._prepared[0]
         result = super().compute()
-        assert isinstance(builder, ObservingBuilder)
+        assert graph is not None and isinstance(graph.builder, ObservingBuilder)
+        builder = graph.builder
         for tensor, weights in builder.inputs.items():
             values = np.empty(shape_of(tensor)[1::-1], np.float32)
             self._get(tensor, values)

@@ -89,6 +89,15 @@ class CpuKV:
                 ):
                     C.memmove(base + copy.dst * size, base + copy.src * size, size)
 
+    def parts(self, group: int) -> list[tuple[int, int]]:
+        """(address, bytes of a block) of the group's pools: keys and values by layer. See moves.Pools."""
+        return [
+            part
+            for layer in self.layers
+            if self.group_of[layer] == group
+            for part in ((self._keys[layer], self._key_bytes), (self._values[layer], self._value_bytes))
+        ]
+
     def store_parameters(self, layer: int, fused: bool) -> np.ndarray:
         """int64 words for the rope_store operator of a layer; the array lives as long as the pools.
 

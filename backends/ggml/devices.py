@@ -63,7 +63,8 @@ class Device:
     """An opened ggml device: a backend (a stream of work) and the buffer type it computes from.
 
     `cores` are those that a CPU device's threads keep to; () where they are not pinned. `from_host_ptr`:
-    the device can compute on memory that we mapped; `asynchronous`: it computes while we go on.
+    the device can compute on memory that we mapped; `asynchronous`: it computes while we go on;
+    `host_buffer`: its backend offers main memory that the device reaches by itself.
     """
 
     def __init__(self, info: DeviceInfo, handle: int, threads: int, cores: tuple[int, ...] = ()):
@@ -78,6 +79,7 @@ class Device:
         lib.backend_dev_get_props(handle, C.byref(props))
         self.from_host_ptr = bool(props.caps.from_host_ptr)
         self.asynchronous = bool(props.caps.asynchronous)
+        self.host_buffer = bool(props.caps.host_buffer)
         self._threadpool: int | None = None
         set_threads = self._procedure("ggml_backend_set_n_threads", None, P, C.c_int)
         if set_threads is not None:

@@ -78,6 +78,15 @@ class PagedPools:
                     move_view(target, pool, copy.dst)
                     lib.backend_tensor_copy(source, target)
 
+    def parts(self, group: int) -> list[tuple[int, int]]:
+        """(tensor, bytes of a block) of the group's pools: keys and values by layer. See moves.Pools."""
+        return [
+            (pool, 4 * shape_of(pool)[0])
+            for layer in self.layers
+            if self.group_of[layer] == group
+            for pool in (self.keys[layer], self.values[layer])
+        ]
+
     def close(self) -> None:
         ggml().free(self._context)
         self._tensors.close()

@@ -17,7 +17,9 @@ from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
 from backends.ggml.models.block import build_block
 from backends.ggml.models.config import ModelConfig, layer_tensors
+from backends.ggml.moves import open_mover
 from backends.ggml.weights import Progress
+from backends.host_memory import HostMemory
 from quant.gguf import GGUFFile
 
 if TYPE_CHECKING:
@@ -85,12 +87,15 @@ class GgmlStage:
         device: Device,
         spec: StageSpec,
         progress: Progress | None = None,
+        host: HostMemory | None = None,
     ):
+        """`host`: the memory of the spec's host slots, where it is not to be of the stage's own making."""
         self._lib = ggml()
         self.config, self.device, self.spec = config, device, spec
         self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
         self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
         self._layers = self._open(gguf, progress)
+        self._mover = open_mover(device, self._layers.kv, config, spec, host)
         self._graphs: OrderedDict[tuple, _Graph] = OrderedDict()
         self._alive: list[np.ndarray] = []  # what the device may still be reading
         self._allocator = self._lib.gallocr_new(device.buffer_type)
@@ -109,7 +114,8 @@ class GgmlStage:
         self._outputs = (
             None if in_place else [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
         )
-        self._prepared: tuple[_Graph, int] | None = None  # and the number of rows of its result
+        # and the number of rows of its result; no graph: a step of moves alone
+        self._prepared: tuple[_Graph | None, int] | None = None
         self._only_argmax = False  # is asked for of that step
         self.graph_seconds = 0.0  # of the last step
         self.argmax: np.ndarray | None = None  # likewise
@@ -118,11 +124,15 @@ class GgmlStage:
         """See base.StageBackend. Keeps the calling thread on the device's cores, if it has its own."""
         self.device.pin_thread()
         tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
+        if not tokens:
+            self._move(batch)
+            self._prepared = None, 0
+            return
         low = self._layers.min_rows
         rows = bucket(tokens, low, self.spec.max_tokens)
         layout = self._layers.layout(batch, rows)
         graph = self._graph(rows, bucket(logits, low, self.spec.max_logits), layout)
-        self._layers.kv.copy_blocks(batch.copies)
+        self._move(batch)
         self._layers.set_step(graph.builder, batch, layout, self._set)
         if self.is_first:
             self._set(graph.source, self._layers.token_input(padded(batch.input_ids, rows)))
@@ -138,11 +148,19 @@ class GgmlStage:
         """See base.StageBackend. Raises StageError when the device fails."""
         assert self._prepared is not None, "no step was prepared"
         (graph, count), self._prepared = self._prepared, None
+        try:
+            return self._compute(graph, count)
+        finally:
+            self._mover.finish()
+
+    def _compute(self, graph: _Graph | None, count: int) -> np.ndarray:
+        self.argmax, self.graph_seconds = None, 0.0
+        if graph is None:
+            return np.empty((0, self.config.n_vocab if self.is_last else self.config.n_embd), np.float32)
         start = time.perf_counter()
         status = self._lib.backend_graph_compute_async(self.device.backend, graph.builder.graph)
         if status != STATUS_SUCCESS:
             raise StageError(f"device {self.device.info.name}: ggml status {status}")
-        self.argmax = None
         if graph.argmax is not None:
             self.argmax = np.empty(count, np.int32)
             self._get(graph.argmax, self.argmax)
@@ -152,11 +170,24 @@ class GgmlStage:
         self._alive.clear()
         return result
 
+    @property
+    def move_seconds(self) -> float:
+        return self._mover.seconds
+
+    @property
+    def moved_bytes(self) -> int:
+        return self._mover.nbytes
+
+    @property
+    def host_memory(self) -> HostMemory | None:
+        return self._mover.host if any(self.spec.host_slots) else None
+
     def memory(self) -> dict[str, int]:
         return {
             "weights": self._layers.weight_bytes,
             "kv": self._layers.kv.nbytes,
             "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
+            "host": self._mover.host.nbytes,
         }
 
     def counters(self) -> dict[str, int]:
@@ -173,6 +204,7 @@ class GgmlStage:
         """Free everything on the device. The stage cannot be used afterwards."""
         self._free_graphs()
         self._lib.gallocr_free(self._allocator)
+        self._mover.close()
         self._layers.close()
         self.device.close()
 
@@ -194,6 +226,12 @@ class GgmlStage:
             (spec.key_type, spec.value_type),
             progress,
         )
+
+    def _move(self, batch: BatchLike) -> None:
+        """Spills, then copies, then loads: each may use the blocks that the ones before have freed."""
+        self._mover.begin(batch.spills)
+        self._layers.kv.copy_blocks(batch.copies)
+        self._mover.load(batch.loads)
 
     def _kind(self) -> type[CpuLayers] | type[DeviceLayers]:
         if self.device.is_cpu:

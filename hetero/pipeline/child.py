@@ -111,6 +111,7 @@ class _Server:
         header = {
             "step": message.header.get("step"), "argmax": argmax is not None,
             "graph_seconds": stage.graph_seconds, "counters": stage.counters(),
+            "move_seconds": stage.move_seconds, "moved_bytes": stage.moved_bytes,
         }  # fmt: skip
         self._channel.send(Kind.RESULT, header, [rows] if argmax is None else [rows, argmax])
 

@@ -8,6 +8,7 @@ PATIENCE = 20.0  # times the slowest step of its size, lately
 NEW_SECONDS = 20.0  # the least for a size that was not seen before: kernels are compiled, graphs are built
 NEW_PATIENCE = 3.0  # times what other sizes make one expect at most
 FIRST_SECONDS = 60.0  # for the first steps of all
+MOVED_BYTES = 4 << 20  # a second: moves over the slowest network that anybody would use
 FADING = 0.99  # of a slow step's weight, with each further one
 
 

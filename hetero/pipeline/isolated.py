@@ -21,16 +21,18 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import BatchLike, DeviceSpec, StageLost
+from backends.base import BatchLike, DeviceSpec, HostMemoryView, StageLost
 from backends.ggml.devices import DeviceError
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageError, StageSpec
+from backends.host_memory import slot_sizes
 from hetero.pipeline import child, deadlines
 from hetero.pipeline.channel import Channel, ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.messages import (
     counts_of,
     largest_result,
     largest_step,
+    moves_of,
     one_line,
     open_header,
     result_of,
@@ -80,13 +82,15 @@ class ChannelStage:
         self.is_last = spec.last == config.n_layer
         self.width = config.n_vocab if self.is_last else config.n_embd
         self.argmax: np.ndarray | None = None
-        self.graph_seconds = 0.0
+        self.graph_seconds = self.move_seconds = 0.0
+        self.moved_bytes = 0
         self.lost: str | None = None
         self._counters: dict[str, int] = {}
         self._deadlines = deadlines.Deadlines(network)
         self._busy = threading.Lock()  # held from prepare to the end of compute, and by check
-        # tokens, rows of the result, whether their largest logits are enough, when it was sent
-        self._pending: tuple[int, int, bool, float] | None = None
+        self._slot_bytes = slot_sizes(config, spec)
+        # tokens, bytes to move, rows of the result, whether their largest logits are enough, when it was sent
+        self._pending: tuple[int, int, int, bool, float] | None = None
         self._sending_since: float | None = None
         self._last_words = ""  # of an assertion
         self._progress = progress or (lambda nbytes: None)
@@ -114,7 +118,8 @@ class ChannelStage:
             }  # fmt: skip
             tokens = len(batch.positions)
             rows = len(batch.logits_rows) if self.is_last else tokens
-            self._pending = tokens, rows, batch.only_argmax, time.monotonic()
+            moved = sum(self._slot_bytes[move.group] for move in (*batch.spills, *batch.loads))
+            self._pending = tokens, moved, rows, batch.only_argmax, time.monotonic()
             self._send(Kind.STEP, header, step_arrays(batch, hidden))
         except BaseException:
             self._pending = None
@@ -124,22 +129,30 @@ class ChannelStage:
     def compute(self) -> np.ndarray:
         """See base.StageBackend. Raises StageError when the device failed but lives, else StageLost."""
         assert self._pending is not None, "no step was prepared"
-        (tokens, rows, only_argmax, start), self._pending = self._pending, None
+        (tokens, moved, rows, only_argmax, start), self._pending = self._pending, None
         try:
-            message = self._await((Kind.RESULT, Kind.FAILED), self._deadlines.seconds(tokens), SILENT_PINGS)
+            limit = self._deadlines.seconds(tokens) + moved / deadlines.MOVED_BYTES
+            message = self._await((Kind.RESULT, Kind.FAILED), limit, SILENT_PINGS)
         finally:
             self._busy.release()
-        self._deadlines.observe(tokens, time.monotonic() - start)
+        if tokens and not moved:
+            self._deadlines.observe(tokens, time.monotonic() - start)
         if message.kind == Kind.FAILED:
             raise StageError(_text(message))
         try:
             if message.header.get("step") != self._step_id:
                 raise WireError("the result of another step")
             result, self.argmax, self.graph_seconds = result_of(message, rows, self.width, only_argmax)
+            self.move_seconds, self.moved_bytes = moves_of(message)
             self._counters = counts_of(message, "counters")
         except WireError as error:
             raise self._lose(str(error)) from None
         return result
+
+    @property
+    def host_memory(self) -> HostMemoryView | None:
+        """See base.StageBackend: what is on another machine is out of reach."""
+        return None
 
     def memory(self) -> dict[str, int]:
         return dict(self._memory)

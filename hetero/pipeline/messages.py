@@ -4,7 +4,8 @@ OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "widt
 PROGRESS  {"bytes": loaded since the last one}
 OPENED    {"memory": {purpose: bytes}}
 STEP      {"step": id, "groups": G, "hidden": bool, "only_argmax": bool}; arrays as in step_arrays
-RESULT    {"step": id, "argmax": bool, "graph_seconds": s, "counters": {name: count since the start}};
+RESULT    {"step": id, "argmax": bool, "graph_seconds": s, "move_seconds": s, "moved_bytes": n,
+           "counters": {name: count since the start}};
               arrays: rows f4 [n, width] (none if only_argmax and known), argmax i4 [n]
 FAILED    {"text": one line}, to OPEN, STEP or CHECK
 LOG       {"text": one line, "fatal": bool}, at any time
@@ -29,7 +30,7 @@ from hetero.pipeline.channel import ALIGNMENT, Message, WireError
 from hetero.plan.planner import BLOCK_SIZE
 
 T = TypeVar("T")
-_PER_STEP = 6  # arrays beside those of the groups and hidden rows
+_PER_STEP = 8  # arrays beside those of the groups and hidden rows
 MAX_GROUPS = 16
 
 
@@ -79,11 +80,14 @@ def read_stage(header: dict[str, Any]) -> StageSpec:
         spec.depth,
         spec.max_context,
         *spec.num_blocks,
+        *spec.host_slots,
     )
     if not all(type(n) is int and 0 <= n < 1 << 31 for n in sizes) or len(spec.num_blocks) > MAX_GROUPS:
         raise WireError("the stage's sizes are no sizes")
     if spec.key_type not in KV_TYPES or spec.value_type not in KV_TYPES:
         raise WireError("a KV cache of an unknown format")
+    if len(spec.host_slots) not in (0, len(spec.num_blocks)):
+        raise WireError("host slots for other groups than there are")
     return spec
 
 
@@ -103,19 +107,23 @@ def step_arrays(batch: BatchLike, hidden: np.ndarray | None) -> list[np.ndarray]
 
     input_ids, positions, context_lens, cu_seqlens_q, logits_rows   int32, as in hetero.batch.Batch
     copies                                  int32 [n, 3]: group, source block, target block
+    spills, loads                           int32 [n, 3]: group, block, host slot
     slot_mapping x G, block_tables x G      int32
     hidden                                  float32 [T, n_embd], unless the stage is the first
     """
-    copies = np.array([(c.group, c.src, c.dst) for c in batch.copies], np.int32).reshape(-1, 3)
+    copies = [(c.group, c.src, c.dst) for c in batch.copies]
+    moves = [[(m.group, m.block, m.slot) for m in moves] for moves in (batch.spills, batch.loads)]
+    triples = [np.array(rows, np.int32).reshape(-1, 3) for rows in (copies, *moves)]
     arrays = [batch.input_ids, batch.positions, batch.context_lens, batch.cu_seqlens_q, batch.logits_rows]
-    arrays = [np.asarray(a, np.int32) for a in (*arrays, copies, *batch.slot_mapping, *batch.block_tables)]
+    arrays = [np.asarray(a, np.int32) for a in (*arrays, *triples, *batch.slot_mapping, *batch.block_tables)]
     return arrays if hidden is None else [*arrays, hidden]
 
 
 def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch, np.ndarray | None]:
-    """The batch and the hidden rows of a STEP, with every index inside the stage's pools.
+    """The batch and the hidden rows of a STEP, with every index inside the stage's pools and host memory.
 
-    Kernels trust these numbers. Raises WireError where they cannot be right.
+    Kernels trust these numbers. Raises WireError where they cannot be right. A step of moves alone has no
+    tokens.
     """
     groups, with_hidden = message.header.get("groups"), message.header.get("hidden")
     arrays = message.arrays
@@ -127,29 +135,30 @@ def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch,
     ints = arrays[: _PER_STEP + 2 * expected]
     if any(a.dtype != np.int32 for a in ints):
         raise WireError("a step's indices are not int32")
-    ids, positions, context, cu, rows, copies, *rest = ints
+    ids, positions, context, cu, rows, copies, spills, loads, *rest = ints
     slots, tables = rest[:expected], rest[expected:]
     size, count = len(context) if context.ndim == 1 else -1, len(ids) if ids.ndim == 1 else -1
-    shapes = [(positions, (count,)), (cu, (size + 1,)), (rows, (len(rows),)), (copies, (len(copies), 3))]
-    shapes += [(s, (count,)) for s in slots]
-    good = 0 < size <= count <= spec.max_tokens and all(a.shape == shape for a, shape in shapes)
-    good = good and all(t.ndim == 2 and len(t) == size and t.shape[1] > 0 for t in tables)
+    shapes = [(positions, (count,)), (cu, (size + 1,)), (rows, (len(rows),))]
+    shapes += [(s, (count,)) for s in slots] + [(m, (len(m), 3)) for m in (copies, spills, loads)]
+    good = 0 <= size <= count <= spec.max_tokens and all(a.shape == shape for a, shape in shapes)
+    good = good and all(t.ndim == 2 and len(t) == size and (t.shape[1] or not size) for t in tables)
     if not (good and len(rows) <= spec.max_logits and _indices_fit(cu, rows, count)):
         raise WireError("a step's arrays do not fit together")
     for slot, table, blocks in zip(slots, tables, spec.num_blocks, strict=True):
         if not (_within(slot, blocks * BLOCK_SIZE) and _within(table, blocks)):
             raise WireError("a step reaches outside of the KV pools")
     reach = min(t.shape[1] for t in tables) * BLOCK_SIZE if tables else 0
-    if not (_within(positions, reach) and 0 < context.min() <= context.max() <= reach):
+    if not (_within(positions, reach) and _within(context - 1, reach)):
         raise WireError("a step's positions lie outside of its block tables")
-    copied = [BlockCopy(*row) for row in copies.tolist()]
-    if not all(0 <= c.group < expected and _inside(c, spec.num_blocks[c.group]) for c in copied):
-        raise WireError("a copy outside of the KV pools")
+    blocks, host_slots = spec.num_blocks, spec.host_slots or (0,) * expected
+    copied = [BlockCopy(*row) for row in _checked(copies, blocks, blocks, "a copy outside of the KV pools")]
+    what = "a move outside of the KV pools or of host memory"
+    moved = [[BlockMove(*row) for row in _checked(m, blocks, host_slots, what)] for m in (spills, loads)]
     hidden = arrays[-1] if with_hidden else None
     if hidden is not None and (hidden.dtype != np.float32 or hidden.shape != (count, width)):
         raise WireError("hidden rows of the wrong shape")
     only_argmax = message.header.get("only_argmax") is True
-    return WireBatch(ids, positions, slots, tables, context, cu, rows, copied, only_argmax), hidden
+    return WireBatch(ids, positions, slots, tables, context, cu, rows, copied, only_argmax, *moved), hidden
 
 
 def result_of(
@@ -169,6 +178,14 @@ def result_of(
     return arrays[0], arrays[1] if with_argmax else None, float(seconds or 0.0)
 
 
+def moves_of(message: Message) -> tuple[float, int]:
+    """(seconds, bytes) of a RESULT's moves. Raises WireError."""
+    seconds, nbytes = message.header.get("move_seconds"), message.header.get("moved_bytes")
+    if not isinstance(seconds, float | int) or type(nbytes) is not int or seconds < 0 or nbytes < 0:
+        raise WireError("a result without what its moves took")
+    return float(seconds), nbytes
+
+
 def counts_of(message: Message, name: str) -> dict[str, int]:
     """A field of the header that maps names to counts, such as "memory". Raises WireError."""
     counts = message.header.get(name)
@@ -181,7 +198,8 @@ def largest_step(spec: StageSpec, width: int) -> int:
     """Bytes that the payload of any STEP of at most `max_logits` sequences fits in."""
     groups, tokens, sequences = len(spec.num_blocks), spec.max_tokens, spec.max_logits
     tables = 4 * groups * sequences * max(spec.num_blocks, default=0)
-    copies = 12 * sum(spec.num_blocks)  # each to a block of its own
+    # each copy and each load has a block of its own to write to; what is spilled is a block that was filled
+    copies = 12 * sum(spec.num_blocks) * (3 if any(spec.host_slots) else 1)
     vectors = 4 * tokens * (2 + groups) + 4 * (3 * sequences + 1)
     hidden = 0 if spec.first == 0 else 4 * tokens * width
     return tables + copies + vectors + hidden + ALIGNMENT * (_PER_STEP + 2 * groups + 1)
@@ -201,8 +219,20 @@ def _within(values: np.ndarray, end: int) -> bool:
     return not values.size or bool(values.min() >= 0 and values.max() < end)
 
 
-def _inside(copy: BlockCopy, blocks: int) -> bool:
-    return 0 <= copy.src < blocks and 0 <= copy.dst < blocks
+def _checked(
+    rows: np.ndarray, first: Sequence[int], second: Sequence[int], what: str
+) -> list[tuple[int, int, int]]:
+    """Rows of (group, index below `first[group]`, index below `second[group]`), no more than that makes sense.
+
+    Raises WireError, which says `what` they are otherwise.
+    """
+    triples: list[tuple[int, int, int]] = rows.tolist()
+    groups = len(first)
+    if len(triples) > sum(first) or not all(
+        0 <= g < groups and 0 <= a < first[g] and 0 <= b < second[g] for g, a, b in triples
+    ):
+        raise WireError(what)
+    return triples
 
 
 def _indices_fit(cu: np.ndarray, rows: np.ndarray, count: int) -> bool:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from backends.base import StageBackend
+from backends.base import HostMemoryView, StageBackend
 from hetero.batch import Batch
 from hetero.pipeline.stage import Stage, StageTimes, StepState, compute, prepare
 from hetero.pipeline.supervise import Supervised
@@ -66,6 +66,11 @@ class Runner:
     def counters(self) -> tuple[dict[str, int], ...]:
         """StageBackend.counters of each stage."""
         return tuple(b.counters() for b in self.backends)
+
+    @property
+    def host_memories(self) -> tuple[HostMemoryView | None, ...]:
+        """StageBackend.host_memory of each stage, as it is now."""
+        return tuple(b.host_memory for b in self.backends)
 
     def acknowledge(self) -> None:
         """Say that nothing computed so far is relied on any more. A lost stage becomes available only after

@@ -20,6 +20,7 @@ import numpy as np
 from backends.base import DeviceInfo, DeviceSpec, StageBackend
 from backends.ggml.models.config import ModelConfig, read_config
 from backends.ggml.stage import GgmlStage, StageSpec
+from backends.host_memory import HostMemory, slot_sizes
 from hetero import __version__
 from hetero.config import format_size
 from hetero.pipeline.channel import ChannelClosed, Kind, Message, WireError
@@ -28,14 +29,13 @@ from hetero.pipeline.handshake import SessionKeys
 from hetero.pipeline.messages import largest_step, read_device, read_stage
 from hetero.pipeline.wire import SocketChannel
 from hetero.plan.devices import list_devices
-from hetero.plan.planner import BLOCK_SIZE
+from hetero.plan.host import free_memory
 from hetero.worker.cache import CacheError, PartCache
 from quant.gguf import GGUFFile, open_gguf
 
 MAX_CHUNK = 4 << 20  # bytes of a model in one message
 IDLE_SECONDS = 60.0  # a server that says nothing for so long has gone; usually it sends a PING each second
 BEAT_SECONDS = 1.0
-KV_ITEM_BYTES = 2  # f16
 _log = logging.getLogger("hetero.worker")
 
 
@@ -174,12 +174,7 @@ class Opener:
         if header.get("width") != config.n_embd:
             raise WireError("OPEN with another width than the model's")
         self._parent.claim(name)
-        needed, free = _needed(gguf, config, spec), _free_bytes(name)
-        if needed > free:
-            raise Refused(
-                f"device {name} has {format_size(free)} free, the layers and their KV cache need "
-                f"{format_size(needed)}"
-            )
+        _require_room(gguf, config, spec, device)
         import backends.cpu.jit  # noqa: F401  first of all numba code: it says where compiled code is kept
         from backends.ggml.devices import open_device
 
@@ -192,6 +187,22 @@ class Opener:
         return stage
 
 
+def _require_room(gguf: GGUFFile, config: ModelConfig, spec: StageSpec, device: DeviceInfo) -> None:
+    """Raises Refused where the device, or the main memory beside it, has too little left for the stage."""
+    needed, slots, free = _needed(gguf, config, spec), _slot_bytes(config, spec), _free_bytes(device.name)
+    own = device.kind != "cpu"  # memory, that is
+    if slots and slots > (free_memory() if own else free - needed):
+        raise Refused(
+            f"device {device.name}: its machine has {format_size(free_memory())} of main memory free, the "
+            f"blocks to be kept there need {format_size(slots)}; lower --ram-cache"
+        )
+    if needed > free:
+        raise Refused(
+            f"device {device.name} has {format_size(free)} free, the layers and their KV cache need "
+            f"{format_size(needed)}"
+        )
+
+
 def _free_bytes(name: str) -> int:
     """As it is now, after the last one that held the device has gone."""
     return next((device.free_bytes for device in list_devices() if device.name == name), 0)
@@ -199,15 +210,21 @@ def _free_bytes(name: str) -> int:
 
 def _needed(gguf: GGUFFile, config: ModelConfig, spec: StageSpec) -> int:
     """Bytes of the stage's weights and KV pools. Raises WireError for groups that do not cover the layers."""
-    per_token = config.n_head_kv * (config.head_dim_k + config.head_dim_v) * KV_ITEM_BYTES
     try:
         groups = [spec.group_of[layer] for layer in range(spec.first, spec.last)]
-        blocks = sum(spec.num_blocks[group] for group in groups)
-    except (KeyError, IndexError):
-        raise WireError("a layer without KV blocks") from None
-    if min(groups) < 0:
+        good = 0 <= min(groups) and max(groups) < len(spec.num_blocks)
+    except KeyError:
+        good = False
+    if not good:
         raise WireError("a layer without KV blocks")
-    return sum(info.nbytes for info in gguf.tensors.values()) + blocks * BLOCK_SIZE * per_token
+    pools = sum(n * size for n, size in zip(spec.num_blocks, slot_sizes(config, spec), strict=True))
+    return sum(info.nbytes for info in gguf.tensors.values()) + pools
+
+
+def _slot_bytes(config: ModelConfig, spec: StageSpec) -> int:
+    """Of main memory, when all host slots are in use."""
+    slots = spec.host_slots or (0,) * len(spec.num_blocks)
+    return HostMemory(slots, slot_sizes(config, spec)).nbytes
 
 
 def receive_part(channel: SessionChannel, cache: PartCache) -> Path:

@@ -26,6 +26,8 @@ class StageTimes:
     graph_seconds: float = 0.0
     bytes_in: int = 0  # hidden rows, or token ids
     bytes_out: int = 0  # hidden rows, or logits
+    move_seconds: float = 0.0  # blocks went to host memory and came back, in part while the device computed
+    moved_bytes: int = 0
 
 
 @dataclass(slots=True)
@@ -62,6 +64,7 @@ def compute(backend: StageBackend, state: StepState) -> None:
             state.output = backend.compute()
             state.argmax = backend.argmax
             times.graph_seconds, times.bytes_out = backend.graph_seconds, state.output.nbytes
+            times.move_seconds, times.moved_bytes = backend.move_seconds, backend.moved_bytes
         except Exception as error:
             state.error = error
     times.busy_seconds += time.perf_counter() - start

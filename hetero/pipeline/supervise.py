@@ -11,7 +11,7 @@ from typing import Protocol
 
 import numpy as np
 
-from backends.base import BatchLike, StageBackend, StageLost
+from backends.base import BatchLike, HostMemoryView, StageBackend, StageLost
 
 log = logging.getLogger(__name__)
 
@@ -100,6 +100,20 @@ class Supervised:
     @property
     def graph_seconds(self) -> float:
         return 0.0 if self._current is None else self._current.graph_seconds
+
+    @property
+    def move_seconds(self) -> float:
+        return 0.0 if self._current is None else self._current.move_seconds
+
+    @property
+    def moved_bytes(self) -> int:
+        return 0 if self._current is None else self._current.moved_bytes
+
+    @property
+    def host_memory(self) -> HostMemoryView | None:
+        """Of the stage as it is now; None while it is lost."""
+        with self._lock:
+            return None if self._stage is None else self._stage.host_memory
 
     def memory(self) -> dict[str, int]:
         return dict(self._memory)
