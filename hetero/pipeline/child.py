@@ -14,15 +14,18 @@ import queue
 import signal
 import threading
 from collections.abc import Callable
+from functools import partial
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 from backends.base import StageBackend
 from backends.ggml.stage import StageSpec
+from backends.host_memory import HostMemory, slot_sizes
 from hetero.pipeline.channel import Channel, ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.messages import one_line, read_device, read_stage, read_step
 from hetero.pipeline.pipe import PipeChannel, Ring
+from hetero.pipeline.shared_memory import SharedRegion
 
 LOG_WARN, LOG_ERROR = 3, 4  # enum ggml_log_level
 Report = Callable[[int], None]  # bytes of weights that were loaded
@@ -116,8 +119,11 @@ class _Server:
         self._channel.send(Kind.RESULT, header, [rows] if argmax is None else [rows, argmax])
 
 
-def open_from_file(header: dict[str, Any], report: Report) -> StageBackend:
-    """The stage that OPEN asks for: the model by its path, the device of this process."""
+def open_from_file(header: dict[str, Any], report: Report, region: SharedRegion | None) -> StageBackend:
+    """The stage that OPEN asks for: the model by its path, the device of this process.
+
+    `region`: the memory of its host slots, where it is shared with the near end.
+    """
     import backends.cpu.jit  # noqa: F401  first of all numba code: it says where compiled code is kept
     from backends.ggml.devices import open_device
     from backends.ggml.models.config import read_config
@@ -125,14 +131,18 @@ def open_from_file(header: dict[str, Any], report: Report) -> StageBackend:
     from quant.gguf import open_gguf
 
     gguf = open_gguf(Path(header["model"]))
-    return GgmlStage(gguf, read_config(gguf), open_device(read_device(header)), read_stage(header), report)
+    config, spec = read_config(gguf), read_stage(header)
+    host = None if region is None else HostMemory(spec.host_slots, slot_sizes(config, spec), region)
+    return GgmlStage(gguf, config, open_device(read_device(header)), spec, report, host)
 
 
-def main(connection: Connection, rings: list[tuple[int, int, str]], limit: int) -> None:
+def main(
+    connection: Connection, rings: list[tuple[int, int, str]], limit: int, region: SharedRegion | None
+) -> None:
     """A child process: one stage, and gone as soon as the parent is.
 
     `rings` has (slots, bytes, name) of the shared memory for what comes in and for what goes out, or
-    nothing; `limit` is the largest payload that may come.
+    nothing; `limit` is the largest payload that may come. `region` as in open_from_file.
     """
     for number in (signal.SIGINT, signal.SIGTERM):  # the server drains first, and then ends its children
         signal.signal(number, signal.SIG_IGN)
@@ -144,7 +154,7 @@ def main(connection: Connection, rings: list[tuple[int, int, str]], limit: int) 
     os.environ["GGML_NO_BACKTRACE"] = "1"  # it would start a debugger
     try:
         keep = send_ggml_log(channel)
-        serve_stage(channel, open_from_file, on_lost=lambda: os._exit(0))
+        serve_stage(channel, partial(open_from_file, region=region), on_lost=lambda: os._exit(0))
         del keep
     except WireError as error:
         with contextlib.suppress(ChannelClosed):

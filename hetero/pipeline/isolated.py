@@ -25,7 +25,7 @@ from backends.base import BatchLike, DeviceSpec, HostMemoryView, StageLost
 from backends.ggml.devices import DeviceError
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageError, StageSpec
-from backends.host_memory import slot_sizes
+from backends.host_memory import HostMemory, slot_sizes
 from hetero.pipeline import child, deadlines
 from hetero.pipeline.channel import Channel, ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.messages import (
@@ -39,6 +39,7 @@ from hetero.pipeline.messages import (
     step_arrays,
 )
 from hetero.pipeline.pipe import PipeChannel, Ring
+from hetero.pipeline.shared_memory import SharedRegion
 from hetero.processes import without_interrupts
 
 log = logging.getLogger(__name__)
@@ -273,6 +274,8 @@ class IsolatedStage(ChannelStage):
     """A stage in a child process, which opens model and device itself. See ChannelStage.
 
     `shared_memory` False sends all arrays through the pipe, as happens where there is too little of it.
+    `share_host` False leaves the host slots to the child alone, which then can have memory that its device
+    reaches by itself.
     """
 
     def __init__(
@@ -285,6 +288,7 @@ class IsolatedStage(ChannelStage):
         progress: Callable[[int], None] | None = None,
         *,
         shared_memory: bool = True,
+        share_host: bool = True,
     ):
         last = spec.last == config.n_layer
         rows, width = (spec.max_logits, config.n_vocab) if last else (spec.max_tokens, config.n_embd)
@@ -292,10 +296,12 @@ class IsolatedStage(ChannelStage):
         self._rings: list[Ring] = []
         if shared_memory:
             self._rings = _rings(spec.depth + 1, (step_bytes, result_bytes))
+        self._host, self._region = _shared_host(config, spec) if share_host else (None, None)
         context = multiprocessing.get_context("spawn")
         connection, theirs = context.Pipe()
         names = [(r.slots, r.slot_bytes, r.name) for r in self._rings]
-        self._process = context.Process(target=child.main, args=(theirs, names, step_bytes), daemon=False)
+        arguments = (theirs, names, step_bytes, self._region)
+        self._process = context.Process(target=child.main, args=arguments, daemon=False)
         try:
             with without_interrupts():
                 self._process.start()
@@ -317,8 +323,12 @@ class IsolatedStage(ChannelStage):
             self._end()
             self._free(connection)
             raise
-        for ring in self._rings:
-            ring.unlink()
+        self._unlink()
+
+    @property
+    def host_memory(self) -> HostMemoryView | None:
+        """See base.StageBackend."""
+        return self._host
 
     @property
     def pid(self) -> int | None:
@@ -340,8 +350,15 @@ class IsolatedStage(ChannelStage):
         self._process.join(CLOSE_SECONDS)  # or longer, if a driver holds it in the kernel
         _processes.discard(self._process)
 
+    def _unlink(self) -> None:
+        for ring in self._rings:
+            ring.unlink()
+        if self._region is not None:
+            self._region.unlink()
+
     def _free(self, connection: Any) -> None:
         connection.close()
+        self._unlink()
         for ring in self._rings:
             ring.close()
 
@@ -349,6 +366,19 @@ class IsolatedStage(ChannelStage):
         self._process.join(1.0)
         code = self._process.exitcode
         return "its process ended" if code is None or code == 0 else f"its process ended ({_exit_text(code)})"
+
+
+def _shared_host(config: ModelConfig, spec: StageSpec) -> tuple[HostMemory | None, SharedRegion | None]:
+    """The stage's host slots in memory that the child gets too; none where it cannot be had."""
+    if not any(spec.host_slots):
+        return None, None
+    sizes = slot_sizes(config, spec)
+    try:
+        region = SharedRegion(HostMemory(spec.host_slots, sizes).nbytes)
+    except OSError as error:
+        log.warning("a stage keeps its blocks in main memory to itself: %s", error)
+        return None, None
+    return HostMemory(spec.host_slots, sizes, region), region
 
 
 def _rings(slots: int, sizes: Collection[int]) -> list[Ring]:

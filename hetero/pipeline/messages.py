@@ -138,19 +138,19 @@ def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch,
     ids, positions, context, cu, rows, copies, spills, loads, *rest = ints
     slots, tables = rest[:expected], rest[expected:]
     size, count = len(context) if context.ndim == 1 else -1, len(ids) if ids.ndim == 1 else -1
-    shapes = [(positions, (count,)), (cu, (size + 1,)), (rows, (len(rows),))]
-    shapes += [(s, (count,)) for s in slots] + [(m, (len(m), 3)) for m in (copies, spills, loads)]
+    shapes = [(positions, (count,)), (cu, (size + 1,)), (rows, (len(rows),)), *((s, (count,)) for s in slots)]
     good = 0 <= size <= count <= spec.max_tokens and all(a.shape == shape for a, shape in shapes)
+    good = good and all(m.shape == (len(m), 3) for m in (copies, spills, loads))
     good = good and all(t.ndim == 2 and len(t) == size and (t.shape[1] or not size) for t in tables)
     if not (good and len(rows) <= spec.max_logits and _indices_fit(cu, rows, count)):
         raise WireError("a step's arrays do not fit together")
-    for slot, table, blocks in zip(slots, tables, spec.num_blocks, strict=True):
-        if not (_within(slot, blocks * BLOCK_SIZE) and _within(table, blocks)):
+    blocks, host_slots = spec.num_blocks, spec.host_slots or (0,) * expected
+    for slot, table, n in zip(slots, tables, blocks, strict=True):
+        if not (_within(slot, n * BLOCK_SIZE) and _within(table, n)):
             raise WireError("a step reaches outside of the KV pools")
     reach = min(t.shape[1] for t in tables) * BLOCK_SIZE if tables else 0
     if not (_within(positions, reach) and _within(context - 1, reach)):
         raise WireError("a step's positions lie outside of its block tables")
-    blocks, host_slots = spec.num_blocks, spec.host_slots or (0,) * expected
     copied = [BlockCopy(*row) for row in _checked(copies, blocks, blocks, "a copy outside of the KV pools")]
     what = "a move outside of the KV pools or of host memory"
     moved = [[BlockMove(*row) for row in _checked(m, blocks, host_slots, what)] for m in (spills, loads)]
@@ -222,7 +222,7 @@ def _within(values: np.ndarray, end: int) -> bool:
 def _checked(
     rows: np.ndarray, first: Sequence[int], second: Sequence[int], what: str
 ) -> list[tuple[int, int, int]]:
-    """Rows of (group, index below `first[group]`, index below `second[group]`), no more than that makes sense.
+    """Rows of (group, index below `first[group]`, index below `second[group]`), no more than make sense.
 
     Raises WireError, which says `what` they are otherwise.
     """

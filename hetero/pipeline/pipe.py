@@ -40,7 +40,7 @@ MAX_SLOTS = 254
 SLOT_ALIGNMENT = 4096
 
 
-class _Segment(SharedMemory):
+class Segment(SharedMemory):
     """Whose memory goes with the last array in it, without a complaint."""
 
     def __del__(self) -> None:
@@ -60,7 +60,7 @@ class Ring:
         size = self.slots * self.slot_bytes
         self._linked = name is None
         own = f"hetero_{os.getpid()}_{secrets.token_hex(4)}"  # no longer than macOS allows
-        self._segment = _Segment(name or own, create=name is None, size=size)
+        self._segment = Segment(name or own, create=name is None, size=size)
         try:
             if name is None:
                 _commit(self._segment.name, size)

@@ -190,16 +190,16 @@ class Opener:
 def _require_room(gguf: GGUFFile, config: ModelConfig, spec: StageSpec, device: DeviceInfo) -> None:
     """Raises Refused where the device, or the main memory beside it, has too little left for the stage."""
     needed, slots, free = _needed(gguf, config, spec), _slot_bytes(config, spec), _free_bytes(device.name)
-    own = device.kind != "cpu"  # memory, that is
-    if slots and slots > (free_memory() if own else free - needed):
-        raise Refused(
-            f"device {device.name}: its machine has {format_size(free_memory())} of main memory free, the "
-            f"blocks to be kept there need {format_size(slots)}; lower --ram-cache"
-        )
     if needed > free:
         raise Refused(
             f"device {device.name} has {format_size(free)} free, the layers and their KV cache need "
             f"{format_size(needed)}"
+        )
+    left = free - needed if device.kind == "cpu" else free_memory()
+    if slots > left:
+        raise Refused(
+            f"device {device.name}: its machine has {format_size(left)} of main memory left, the blocks that "
+            f"--ram-cache would keep there need {format_size(slots)}"
         )
 
 
@@ -212,7 +212,7 @@ def _needed(gguf: GGUFFile, config: ModelConfig, spec: StageSpec) -> int:
     """Bytes of the stage's weights and KV pools. Raises WireError for groups that do not cover the layers."""
     try:
         groups = [spec.group_of[layer] for layer in range(spec.first, spec.last)]
-        good = 0 <= min(groups) and max(groups) < len(spec.num_blocks)
+        good = min(groups) >= 0 and max(groups) < len(spec.num_blocks)
     except KeyError:
         good = False
     if not good:

@@ -35,6 +35,7 @@ class FakeStage:
     """Lost when a test says so."""
 
     graph_seconds, argmax = 0.0, None
+    move_seconds, moved_bytes, host_memory = 0.0, 0, None
 
     def __init__(self) -> None:
         self.lost: str | None = None
