@@ -33,7 +33,8 @@ class Step:
     """What one step computes: `num_scheduled_tokens[i]` tokens of `requests[i]`, from `starts[i]` on.
 
     `sampled[i]` says whether the step reaches the end of the request's tokens, so that its last
-    row's logits give the next one.
+    row's logits give the next one. Then `drafts[i]` may have guesses of the tokens that follow: they are
+    the last of the scheduled ones, and the rows from the last known token on all give logits.
 
     `spills` happen before anything else of the step, in particular before the copies. `loads` come
     after them and end before the *next* step computes: no token of this step attends what they bring.
@@ -45,6 +46,7 @@ class Step:
     starts: list[int] = field(default_factory=list)
     num_scheduled_tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
+    drafts: list[list[int]] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     spills: list[BlockMove] = field(default_factory=list)
     loads: list[BlockMove] = field(default_factory=list)
@@ -91,15 +93,17 @@ def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = Fals
         cu_seqlens, owners, positions = np.arange(size + 1, dtype=np.int32), np.arange(size), starts
     else:
         ids = []
-        for request, start, count in zip(step.requests, step.starts, step.num_scheduled_tokens, strict=True):
-            ids += request.token_ids(start, start + count)
+        for request, start, count, draft in zip(
+            step.requests, step.starts, step.num_scheduled_tokens, step.drafts, strict=True
+        ):
+            ids += request.token_ids(start, start + count - len(draft))
+            ids += draft
         cu_seqlens = np.concatenate(([0], np.cumsum(counts, dtype=np.int32)), dtype=np.int32)
         owners = np.repeat(np.arange(size), counts)
         positions = np.arange(len(ids), dtype=np.int32) + np.repeat(starts - cu_seqlens[:-1], counts)
     tables = [_pad([r.block_tables[g] for r in step.requests]) for g in range(num_groups)]
     blocks, offsets = np.divmod(positions, block_size)
     slots = [t[owners, blocks] * block_size + offsets for t in tables]
-    last_rows = cu_seqlens[1:] - 1
     return Batch(
         step_id=step.step_id,
         input_ids=np.asarray(ids, np.int32),
@@ -108,12 +112,22 @@ def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = Fals
         block_tables=tables,
         context_lens=starts + counts,
         cu_seqlens_q=cu_seqlens,
-        logits_rows=last_rows[np.asarray(step.sampled, bool)],
+        logits_rows=_logits_rows(step, cu_seqlens),
         copies=step.copies,
         spills=step.spills,
         loads=step.loads,
         only_argmax=only_argmax,
     )
+
+
+def _logits_rows(step: Step, cu_seqlens: np.ndarray) -> np.ndarray:
+    due = np.asarray(step.sampled, bool)
+    last_rows: np.ndarray = cu_seqlens[1:][due] - 1
+    if not any(step.drafts):
+        return last_rows
+    counts = np.array([1 + len(draft) for draft in step.drafts], np.int32)[due]
+    firsts = np.cumsum(counts, dtype=np.int32) - counts  # of each request's rows among all of these
+    return np.repeat(last_rows + 1 - counts - firsts, counts) + np.arange(counts.sum(), dtype=np.int32)
 
 
 def _pad(tables: Sequence[list[int]]) -> np.ndarray:

@@ -9,6 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hetero import shares
 from hetero.admission import Admission
 from hetero.batch import Step
+from hetero.drafts import Drafter, add_drafts
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request, RequestError, RequestStatus
 from hetero.stats import SchedulerCounters
@@ -38,6 +39,8 @@ class Scheduler:
 
     `num_computed_tokens` advances as tokens are scheduled: stages compute steps in their order, so
     whatever is scheduled later may rely on them. Updates come in the order of the steps, too.
+
+    What a step has left of its budget a `drafter` may fill with guesses, see drafts.py.
     """
 
     def __init__(
@@ -47,6 +50,7 @@ class Scheduler:
         max_num_batched_tokens: int,
         max_model_len: int,
         pipeline_depth: int = 1,
+        drafter: Drafter | None = None,
     ):
         if min(max_num_seqs, max_num_batched_tokens, max_model_len, pipeline_depth) < 1:
             raise ValueError("the scheduler's limits must be at least 1")
@@ -56,6 +60,7 @@ class Scheduler:
         self.max_num_batched_tokens = max_num_batched_tokens
         self.max_model_len = min(max_model_len, kv.max_tokens())
         self.pipeline_depth = pipeline_depth
+        self.drafter = drafter
         self.counters = SchedulerCounters()
         self._waiting: deque[Request] = deque()
         self._running: list[Request] = []
@@ -145,6 +150,7 @@ class Scheduler:
         most = self._token_budget()  # of the whole step: what is scheduled on the way must not shrink it
         self._schedule_running(step, most)
         self._schedule_waiting(step, most)
+        self._add_drafts(step)
         if not step.requests:
             return None
         self._steps[step.step_id] = step
@@ -233,9 +239,19 @@ class Scheduler:
         step.starts.append(start)
         step.num_scheduled_tokens.append(count)
         step.sampled.append(start + count == request.num_tokens)
+        step.drafts.append([])
         request.num_computed_tokens = start + count
         request.num_in_flight += 1
         self.kv.commit(request, start + count)
+
+    def _add_drafts(self, step: Step) -> None:
+        """Once all have their share: a guess must not take anybody's tokens or blocks."""
+        if self.drafter is None or not any(step.sampled):
+            return
+        limits = [self.max_total_tokens(r) - r.num_tokens - 1 for r in step.requests]
+        room = self.max_num_batched_tokens - step.num_tokens
+        others = len(self._running) if self.pipeline_depth > 1 else 0  # are served while this is in flight
+        add_drafts(step, self.kv, self.drafter, limits, room, others)
 
     # -- room ----------------------------------------------------------------------------------
 
@@ -281,12 +297,14 @@ class Scheduler:
         step: Step,
         sampled: Sequence[int | None],
         finished: Mapping[str, FinishReason] | None = None,
+        num_accepted: Sequence[int] = (),
         *,
         failed: bool = False,
     ) -> list[Request]:
         """Take in the result of the oldest step in flight. Returns the requests that ended.
 
-        `sampled[i]` is the next token of `step.requests[i]` where `step.sampled[i]`, else None.
+        `sampled[i]` is the next token of `step.requests[i]` where `step.sampled[i]`, else None. It
+        comes behind the first `num_accepted[i]` tokens of the request's draft, which are right.
         `finished` maps the ids of requests that end with it (stop, own error) to the reason;
         "length" and aborts are found here. `failed`: the step was not (wholly) computed. Its
         requests and those of later steps in flight end with an error, and nothing in the cache is
@@ -305,6 +323,8 @@ class Scheduler:
                 continue  # it ended when an earlier one of its steps failed
             reason: FinishReason | None = FinishReason.ERROR
             if not failed:
+                if step.drafts[i]:
+                    self._take_drafts(request, step.drafts[i][: num_accepted[i] if num_accepted else 0])
                 self.kv.trim(request)
                 reason = (finished or {}).get(request.request_id)
                 reason = self._take_token(request, step.sampled[i], sampled[i], reason)
@@ -330,6 +350,14 @@ class Scheduler:
             self._end(request, FinishReason.ERROR, cache=False)
         self.kv.clear_cache()
         return ended
+
+    def _take_drafts(self, request: Request, tokens: Sequence[int]) -> None:
+        """Append what was guessed right; room for one token more stays, the blocks of the rest go."""
+        request.output_token_ids += tokens
+        request.num_computed_tokens += len(tokens)
+        self.counters.generated_tokens += len(tokens)
+        self.kv.commit(request, request.num_computed_tokens)
+        self.kv.cut(request, request.num_computed_tokens + 1)
 
     def _take_token(
         self, request: Request, due: bool, token: int | None, reason: FinishReason | None

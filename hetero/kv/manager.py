@@ -251,6 +251,13 @@ class KVManager:
                 table.append(self._take(g, request))
         return num_tokens
 
+    def cut(self, request: Request, num_tokens: int) -> None:
+        """Give back what lies behind the first `num_tokens` tokens. No step in flight may use it."""
+        keep = self._blocks(num_tokens)
+        for pool, table in zip(self.pools, request.block_tables, strict=True):
+            while len(table) > keep:
+                pool.release(table.pop())
+
     def trim(self, request: Request) -> None:
         """Give back the blocks that no position from `num_computed_tokens` on attends.
 

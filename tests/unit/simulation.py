@@ -48,6 +48,26 @@ def alone(prompt: list[int], max_total: int, ignore_eos: bool) -> tuple[list[int
         h = extend_hash(h, output[-1])
 
 
+class RandomDrafter:
+    """Guesses that are right, partly right, wrong, too many, or none."""
+
+    def __init__(self, rng: random.Random):
+        self.rng = rng
+
+    def draft(self, due, limits, num_tokens, room):
+        return [self._guess(r, self.rng.randint(0, 6)) for r in due]
+
+    def _guess(self, request: Request, count: int) -> list[int]:
+        h, guess = 1, []
+        for token in request.token_ids(0, request.num_tokens):
+            h = extend_hash(h, token)
+        for _ in range(count):
+            right = self.rng.random() < 0.8
+            guess.append(next_token(h) if right else self.rng.randrange(5))
+            h = extend_hash(h, guess[-1])
+        return guess
+
+
 class Device:
     """KV content per group, block and offset, as prefix hashes; 0 is garbage."""
 
@@ -75,8 +95,14 @@ class Device:
             slots = self.slots[copy.group]
             source = 0 if broken else slots[copy.src * size : (copy.src + 1) * size].copy()
             slots[copy.dst * size : (copy.dst + 1) * size] = source
-        ends = batch.context_lens.tolist()
-        hashes = [self.hashes(r, end) for r, end in zip(step.requests, ends, strict=True)]
+        hashes = []
+        for request, end, draft in zip(step.requests, batch.context_lens.tolist(), step.drafts, strict=True):
+            known = self.hashes(request, end - len(draft))
+            h, guessed = int(known[-1]), []
+            for token in draft:
+                h = extend_hash(h, token)
+                guessed.append(h)
+            hashes.append(np.concatenate([known, np.array(guessed, np.int64)]))
         counts = step.num_scheduled_tokens
         values = np.concatenate([h[-n:] for h, n in zip(hashes, counts, strict=True)])
         for g, slots in enumerate(self.slots):
@@ -110,6 +136,7 @@ class Case:
     cancel_rate: float = 0.0
     failure_rate: float = 0.0
     in_place: int = 0
+    drafts: bool = False
 
 
 @dataclass
@@ -120,6 +147,8 @@ class Outcome:
     cached: int = 0
     preemptions: int = 0
     copies: int = 0
+    drafted: int = 0
+    accepted: int = 0
     reasons: dict[str, FinishReason] = field(default_factory=dict)
 
 
@@ -158,6 +187,7 @@ def draw_case(rng: random.Random) -> Case:
         cancel_rate=rng.choice([0, 0, 0.05, 0.2]),
         failure_rate=rng.choice([0, 0, 0, 0.05]),
         in_place=(0, 1, 4)[len(requests) % 3],
+        drafts=rng.random() < 0.5,
     )
 
 
@@ -168,7 +198,12 @@ class Simulation:
         self.case, self.rng = case, rng
         self.kv = KVManager(case.groups, case.block_size, case.in_place)
         self.scheduler = Scheduler(
-            self.kv, case.max_num_seqs, case.max_num_batched_tokens, case.max_model_len, case.depth
+            self.kv,
+            case.max_num_seqs,
+            case.max_num_batched_tokens,
+            case.max_model_len,
+            case.depth,
+            RandomDrafter(rng) if case.drafts else None,
         )
         self.device = Device(case.groups, case.block_size)
         self.flying: deque[tuple[Step, list[int], str]] = deque()
@@ -232,6 +267,7 @@ class Simulation:
             return False
         self.empty = 0
         assert 0 < step.num_tokens <= self.case.max_num_batched_tokens
+        self.out.drafted += sum(map(len, step.drafts))
         if room >= len(decoding) and not step.preempted_ids:
             served = {r.request_id for r in step.requests}
             assert decoding <= served, "a running stream stalls though there is room"
@@ -251,21 +287,28 @@ class Simulation:
         step, hashes, fate = self.flying.popleft()
         self.now += 1
         sampled: list[int | None] = []
+        accepted: list[int] = []
         finished: dict[str, FinishReason] = {}
         rows = iter(hashes)
-        for request, due in zip(step.requests, step.sampled, strict=True):
-            if not due:
-                sampled.append(None)
-                continue
-            h = next(rows)
-            sampled.append(next_token(h))
-            if is_eos(h) and not request.params.ignore_eos:
-                finished[request.request_id] = FinishReason.STOP
+        for request, due, draft in zip(step.requests, step.sampled, step.drafts, strict=True):
+            sampled.append(None)
+            accepted.append(0)
+            going = due
+            for guess in [*draft, None] if due else ():
+                h = next(rows)
+                if not going:
+                    continue
+                sampled[-1] = next_token(h)
+                if is_eos(h) and not request.params.ignore_eos:
+                    finished[request.request_id] = FinishReason.STOP
+                going = guess == sampled[-1] and request.request_id not in finished
+                accepted[-1] += going
         if fate == "fails":
             for slots in self.device.slots:
                 slots[:] = 0  # whoever relies on anything from before the failure is caught
         # The scheduler itself must doubt the steps that were in flight behind one that failed.
-        ended = self.scheduler.update(step, sampled, finished, failed=fate == "fails")
+        ended = self.scheduler.update(step, sampled, finished, accepted, failed=fate == "fails")
+        self.out.accepted += sum(accepted)
         if fate != "fine":
             ids = {r.request_id for r in step.requests}
             assert {r.request_id for r in ended} == ids - self.broken

@@ -28,13 +28,15 @@ def test_every_request_ends_as_if_alone(start: int) -> None:
         totals["preemptions"] += out.preemptions
         totals["cached"] += out.cached
         totals["copies"] += out.copies
+        totals["right guesses"] += out.accepted
+        totals["wrong guesses"] += out.drafted - out.accepted
         totals.update(out.reasons.values())
 
 
 def test_the_worlds_were_not_boring() -> None:
     if len(totals) == 0:
         pytest.skip("runs after the simulations")
-    for what in ("preemptions", "cached", "copies", *FinishReason):
+    for what in ("preemptions", "cached", "copies", "right guesses", "wrong guesses", *FinishReason):
         assert totals[what] > 300, totals
 
 
