@@ -90,10 +90,12 @@ def lay_out(
     used: Sequence[bool],
     num_blocks: Sequence[int],
     rows: int,
+    in_place: bool = True,
 ) -> Layout:
     """Parts for a step. `windows[g]`, `num_blocks[g]` and whether it is used, of each KV group.
 
-    `rows` is the number of rows that the graph has, padding included.
+    `rows` is the number of rows that the graph has, padding included. `in_place`: whether keys and
+    values can be attended where they lie.
     """
     counts, lens = np.diff(batch.cu_seqlens_q), batch.context_lens
     first_query = lens - counts
@@ -107,7 +109,10 @@ def lay_out(
         chosen = [b[indices] for b in begins]
         spans = tuple(span_of(int(n[indices].max())) if u else 0 for n, u in zip(needs, used, strict=True))
         views = tuple(
-            u and len(indices) == 1 and _in_place(table[indices[0]], int(b[0]), int(n[indices[0]]), s, blocks)
+            in_place
+            and u
+            and len(indices) == 1
+            and _in_place(table[indices[0]], int(b[0]), int(n[indices[0]]), s, blocks)
             for u, table, b, n, s, blocks in zip(
                 used, batch.block_tables, chosen, needs, spans, num_blocks, strict=True
             )

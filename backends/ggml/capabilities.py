@@ -72,17 +72,18 @@ def can_flash_attend(
     head_dim_v: int,
     n_head: int,
     n_head_kv: int,
-    kv_type: int = TYPE_F16,
+    key_type: int = TYPE_F16,
+    value_type: int = TYPE_F16,
     soft_cap: float = 0.0,
 ) -> bool:
-    """Whether ggml's fused attention runs with K and V of ggml type `kv_type` and a float16 mask, for one
+    """Whether ggml's fused attention runs with K and V of these ggml types and a float16 mask, for one
     query of each sequence and for several (queries float32 [head_dim_k, T, n_head, S])."""
 
     def attend(tokens: int, lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
         sequences = 2
         q = lib.new_tensor_4d(ctx, TYPE_F32, head_dim_k, tokens, n_head, sequences)
-        k = lib.new_tensor_4d(ctx, kv_type, head_dim_k, CACHED, n_head_kv, sequences)
-        v = lib.new_tensor_4d(ctx, kv_type, head_dim_v, CACHED, n_head_kv, sequences)
+        k = lib.new_tensor_4d(ctx, key_type, head_dim_k, CACHED, n_head_kv, sequences)
+        v = lib.new_tensor_4d(ctx, value_type, head_dim_v, CACHED, n_head_kv, sequences)
         mask = lib.new_tensor_4d(ctx, TYPE_F16, CACHED, tokens, 1, sequences)
         return lib.flash_attn_ext(ctx, q, k, v, mask, head_dim_k**-0.5, 0.0, soft_cap), (k, v)
 

@@ -18,6 +18,7 @@ import socket
 from backends.base import DeviceInfo
 from backends.ggml.lib import STR, DeviceError, DeviceProps, GgmlError, P, ggml, procedure
 
+BACKEND = "RPC"  # what ggml calls all of these devices
 CONNECT_SECONDS = 3.0
 ANSWER_SECONDS = 15.0  # for the child process: start, connect, ask
 
@@ -102,7 +103,7 @@ def endpoint_info(handle: int, endpoint: str, index: int) -> DeviceInfo:
         total_bytes=props.memory_total,
         free_bytes=min(props.memory_free, props.memory_total),
         device_id=f"{endpoint}/RPC{index}",
-        backend="RPC",
+        backend=BACKEND,
     )
 
 

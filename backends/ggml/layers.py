@@ -9,6 +9,7 @@ import numpy as np
 
 from backends.base import BatchLike
 from backends.ggml import attention_layout as layouts
+from backends.ggml import endpoint
 from backends.ggml.attention_layout import BLOCK_SIZE, GATHERED, Layout, Member, Part
 from backends.ggml.capabilities import (
     can_flash_attend,
@@ -21,7 +22,7 @@ from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import TYPE_F16
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.paged import PADDING, PagedPools
+from backends.ggml.paged import KINDS, PADDING, PagedPools
 from backends.ggml.paged_graph import PagedGraphBuilder, Upload
 from backends.ggml.weights import Progress, Weights
 from quant.blocks import dequantize
@@ -63,16 +64,13 @@ class DeviceLayers:
             if multiplied and not can(device, info.type):
                 kind = GGML_TYPES[info.type].name
                 raise DeviceError(f"device {device.info.name}: cannot multiply by {name}, which is {kind}")
-        if kv_types != ("f16", "f16"):
-            raise DeviceError(f"device {device.info.name}: no keys and values of {' and '.join(kv_types)}")
-        if not can_store(device, TYPE_F16):
-            raise DeviceError(f"device {device.info.name}: cannot store keys and values as f16")
-        self.flash = can_flash_attend(
-            device, config.head_dim_k, config.head_dim_v, config.n_head, config.n_head_kv
-        )
+        for kind in kv_types:
+            if kind not in KINDS or not can_store(device, KINDS[kind]):
+                raise DeviceError(f"device {device.info.name}: cannot store keys and values as {kind}")
+        self.flash, self.unpacks = self._how_to_attend(*(KINDS[kind] for kind in kv_types))
         self.weights = Weights(gguf, held, device, progress)
         self.weight_bytes = self.weights.nbytes
-        self.kv = PagedPools(config, device, sorted(group_of), group_of, num_blocks)
+        self.kv = PagedPools(config, device, sorted(group_of), group_of, num_blocks, kv_types)
         self._num_blocks = [n + PADDING for n in num_blocks]
         self._windows: list[int | None] = [None] * len(num_blocks)
         for layer, g in group_of.items():
@@ -80,8 +78,26 @@ class DeviceLayers:
         self.in_place = self.gathered = 0  # parts of steps that were attended so
         self._used = [g in group_of.values() for g in range(len(num_blocks))]
 
+    def _how_to_attend(self, keys: int, values: int) -> tuple[bool, bool]:
+        """(with fused attention, unpacked first) for keys and values of these ggml types.
+
+        Raises DeviceError where they would have to be unpacked and cannot be.
+        """
+        c, device = self._config, self._device
+        shape = (device, c.head_dim_k, c.head_dim_v, c.n_head, c.n_head_kv)
+        sure = keys == values or device.info.backend != endpoint.BACKEND  # it says yes to everything
+        if sure and can_flash_attend(*shape, keys, values):
+            return True, False
+        unpacked = {kind for kind in (keys, values) if kind != TYPE_F16}
+        for kind in unpacked:
+            if not can_look_up(device, kind):
+                name = GGML_TYPES[kind].name.lower()
+                raise DeviceError(f"device {device.info.name}: cannot attend keys or values kept as {name}")
+        return bool(unpacked) and can_flash_attend(*shape), bool(unpacked)
+
     def layout(self, batch: BatchLike, rows: int) -> Layout:
-        layout = layouts.lay_out(batch, self._windows, self._used, self._num_blocks, rows)
+        in_place = not self.unpacks
+        layout = layouts.lay_out(batch, self._windows, self._used, self._num_blocks, rows, in_place)
         for part in layout.parts:
             everywhere = all(v for v, used in zip(part.views, self._used, strict=True) if used)
             self.in_place += everywhere
@@ -104,7 +120,9 @@ class DeviceLayers:
         return Layout((part,), [member], order, order)
 
     def new_builder(self, rows: int, layout: Layout) -> PagedGraphBuilder:
-        return PagedGraphBuilder(self._config, self._device, self.weights, rows, self.kv, layout, self.flash)
+        return PagedGraphBuilder(
+            self._config, self._device, self.weights, rows, self.kv, layout, self.flash, self.unpacks
+        )
 
     def embed(self, g: GraphBuilder) -> tuple[int, int]:
         """(input of the graph, hidden rows): token ids, or the rows that the host looked up."""

@@ -19,7 +19,7 @@ P, I32, I64, F32 = C.c_void_p, C.c_int, C.c_int64, C.c_float
 SIZE, BOOL, STR = C.c_size_t, C.c_bool, C.c_char_p
 
 # ggml_type ids that the graphs name themselves; quant.types has them all
-TYPE_F32, TYPE_F16, TYPE_I32, TYPE_I64 = 0, 1, 26, 27
+TYPE_F32, TYPE_F16, TYPE_Q8_0, TYPE_I32, TYPE_I64 = 0, 1, 8, 26, 27
 
 # struct ggml_tensor in 8-byte words (4-byte `type` is padded to the first one)
 WORD_BUFFER, WORD_NE, WORD_NB, WORD_SRC, WORD_VIEW_OFFSET, WORD_DATA = 1, 2, 6, 19, 30, 31
@@ -99,6 +99,7 @@ SIGNATURES: dict[str, tuple] = {
     "backend_view_init": ("base", I32, P),
     "permute": ("base", P, P, P, I32, I32, I32, I32),
     "cont": ("base", P, P, P),
+    "cast": ("base", P, P, P, I32),
     "concat": ("base", P, P, P, P, I32),
     "set_rows": ("base", P, P, P, P, P),
     "soft_max_ext": ("base", P, P, P, P, F32, F32),

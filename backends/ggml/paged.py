@@ -2,10 +2,11 @@
 
 Each layer's K and V are one F32 tensor of raw bits, a row for each block:
 
-    row b of K      token 16 b: f16 [kv head][dim] | token 16 b + 1: ... | token 16 b + 15: ...
+    row b of K      token 16 b: [kv head][dim] | token 16 b + 1: ... | token 16 b + 15: ...
 
-so that `get_rows` copies whole blocks bit by bit, whatever type they really have. Writing goes through
-an f16 view with a row for each token. V has the same form. Checked on the CPU and on Vulkan.
+so that `get_rows` copies whole blocks bit by bit, whatever type they really have: f16, or q8_0 (a head's
+dim / 32 blocks of 34 bytes: f16 scale, 32 codes). Writing goes through a view of that type with a row for
+each token. V has the same form. Checked on the CPU and on Vulkan.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from backends.ggml.devices import Device
 from backends.ggml.lib import (
     TYPE_F16,
     TYPE_F32,
+    TYPE_Q8_0,
     WORD_DATA,
     WORD_NB,
     WORD_NE,
@@ -28,13 +30,17 @@ from backends.ggml.lib import (
 )
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.weights import DeviceTensors
+from quant.types import GGML_TYPES, row_bytes
 
-F16_BYTES = 2
+KINDS = {"f16": TYPE_F16, "q8_0": TYPE_Q8_0}  # formats of kv_format.KV_TYPES that ggml's operators know
 PADDING = SPAN // BLOCK_SIZE  # blocks behind the last one, so that a view's span may reach beyond it
 
 
 class PagedPools:
-    """Pools of the stage's layers: `keys[layer]` and `values[layer]` are F32 [block bytes / 4, blocks]."""
+    """Pools of the stage's layers: `keys[layer]` and `values[layer]` are F32 [block bytes / 4, blocks].
+
+    What they really are, `key_type` and `value_type` say: `kv_types` as ggml types, of KINDS.
+    """
 
     def __init__(
         self,
@@ -43,10 +49,12 @@ class PagedPools:
         layers: Sequence[int],
         group_of: dict[int, int],
         num_blocks: Sequence[int],
+        kv_types: tuple[str, str],
     ):
         self.layers, self.group_of = list(layers), group_of
-        self.key_bytes = F16_BYTES * config.n_head_kv * config.head_dim_k  # of a token
-        self.value_bytes = F16_BYTES * config.n_head_kv * config.head_dim_v
+        self.key_type, self.value_type = (KINDS[kind] for kind in kv_types)
+        self.key_bytes = config.n_head_kv * row_bytes(self.key_type, config.head_dim_k)  # of a token
+        self.value_bytes = config.n_head_kv * row_bytes(self.value_type, config.head_dim_v)
         shapes = [
             (TYPE_F32, BLOCK_SIZE * nbytes // 4, num_blocks[group_of[layer]] + PADDING)
             for layer in self.layers
@@ -122,27 +130,55 @@ def reinterpret(context: int, tensor: int, type_id: int, shape: Sequence[int], s
     return view
 
 
-def token_rows(context: int, pool: int, token_bytes: int) -> int:
-    """A pool as f16 [heads x dim, slots]: where `set_rows` writes tokens."""
+def token_rows(context: int, pool: int, type_id: int, token_bytes: int) -> int:
+    """A pool as [heads x dim, slots] of its type: where `set_rows` writes tokens."""
     slots = shape_of(pool)[1] * BLOCK_SIZE
-    width = token_bytes // F16_BYTES
-    size = slots * token_bytes
-    return reinterpret(context, pool, TYPE_F16, (width, slots, 1, 1), (F16_BYTES, token_bytes, size, size))
+    kind, size = GGML_TYPES[type_id], slots * token_bytes
+    width = token_bytes // kind.nbytes * kind.elements
+    return reinterpret(context, pool, type_id, (width, slots, 1, 1), (kind.nbytes, token_bytes, size, size))
+
+
+def block_rows(context: int, pool: int, stored: int, type_id: int) -> int:
+    """A pool as [16 tokens x heads x dim, blocks] of a type: what `get_rows` gathers, and then unpacks.
+
+    `stored` is another view of its bytes, and read through: that of what was just written, for the order.
+    """
+    width, blocks = 4 * shape_of(pool)[0], shape_of(pool)[1]
+    kind, size = GGML_TYPES[type_id], width * blocks
+    shape = (width // kind.nbytes * kind.elements, blocks, 1, 1)
+    return reinterpret(context, stored, type_id, shape, (kind.nbytes, width, size, size))
 
 
 def heads_of_tokens(
-    context: int, tensor: int, heads: int, dim: int, span: int, sequences: int, flipped: bool = False
+    context: int,
+    tensor: int,
+    type_id: int,
+    heads: int,
+    dim: int,
+    span: int,
+    sequences: int,
+    flipped: bool = False,
 ) -> int:
-    """f16 [dim, span, heads, sequences] of rows that lie as [sequences][span][heads][dim]; or `flipped`,
-    [span, dim, heads, sequences].
+    """[dim, span, heads, sequences] of rows that lie as [sequences][span][heads][dim]; or `flipped`,
+    [span, dim, heads, sequences], of a type that has no blocks.
     """
-    token = F16_BYTES * heads * dim
-    shape, strides = (dim, span), (F16_BYTES, token)
+    head = row_bytes(type_id, dim)
+    shape, strides = (dim, span), (GGML_TYPES[type_id].nbytes, heads * head)
     if flipped:
         shape, strides = shape[::-1], strides[::-1]
     return reinterpret(
-        context, tensor, TYPE_F16, (*shape, heads, sequences), (*strides, F16_BYTES * dim, span * token)
+        context, tensor, type_id, (*shape, heads, sequences), (*strides, head, span * heads * head)
     )
 
 
-__all__ = ["PADDING", "PagedPools", "heads_of_tokens", "move_view", "reinterpret", "row_view", "token_rows"]
+__all__ = [
+    "KINDS",
+    "PADDING",
+    "PagedPools",
+    "block_rows",
+    "heads_of_tokens",
+    "move_view",
+    "reinterpret",
+    "row_view",
+    "token_rows",
+]

@@ -3,8 +3,11 @@
 A part (see attention_layout) either gathers its blocks or, alone and in one piece, is read in place:
 
     pool <- set_rows(k)          all rows of the step, at their slots
-    K, V <- get_rows(pool)       f16 [dim, span, kv head, sequence]      (or a view of the pool)
+    K, V <- get_rows(pool)       [dim, span, kv head, sequence] as they are (or a view of the pool)
     flash_attn(q, K, V, mask)    or, where the device has none, softmax(q K^T + mask) V
+
+Where these do not take the pool's formats, the same get_rows unpacks what it gathers to f32 on its way,
+which is made f16 for flash_attn.
 
 Everything that differs from step to step with one shape is an input; views are moved.
 """
@@ -21,9 +24,9 @@ from backends.ggml import attention_layout as layouts
 from backends.ggml.attention_layout import BLOCK_SIZE, Layout, Part
 from backends.ggml.devices import Device
 from backends.ggml.graph import GraphBuilder, padded
-from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, shape_of
+from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64
 from backends.ggml.models.config import ModelConfig, Rope
-from backends.ggml.paged import PagedPools, heads_of_tokens, move_view, reinterpret, token_rows
+from backends.ggml.paged import PagedPools, block_rows, heads_of_tokens, move_view, token_rows
 from backends.ggml.weights import Weights
 
 ROPE_NEOX = 2
@@ -42,7 +45,9 @@ class _PartInputs:
 
 
 class PagedGraphBuilder(GraphBuilder):
-    """`layout` is any layout of the graph's shape; `flash` says whether the device has that operator."""
+    """`layout` is any layout of the graph's shape; `flash` says whether the device has that operator,
+    `unpacks` whether keys and values are unpacked before they are attended.
+    """
 
     def __init__(
         self,
@@ -53,9 +58,10 @@ class PagedGraphBuilder(GraphBuilder):
         pools: PagedPools,
         layout: Layout,
         flash: bool,
+        unpacks: bool,
     ):
         super().__init__(config, device, weights, rows, extra_nodes=32 * len(layout.parts))
-        self.pools, self.flash = pools, flash
+        self.pools, self.flash, self.unpacks = pools, flash, unpacks
         self._windows = {g: config.layer_windows[layer] for layer, g in pools.group_of.items()}
         self._groups = sorted(set(pools.group_of.values()))
         self._positions = self.input_i32(rows)
@@ -90,10 +96,14 @@ class PagedGraphBuilder(GraphBuilder):
         q = self._rotate(layer, q, "attn_q_norm", c.n_head, rope)
         k = self._rotate(layer, k, "attn_k_norm", c.n_head_kv, rope)
         k = lib.reshape_2d(ctx, k, c.n_head_kv * c.head_dim_k, self.rows)
-        keys, values = self.pools.keys[layer], self.pools.values[layer]
+        p = self.pools
+        keys, values = p.keys[layer], p.values[layer]
         stored = [
-            self._store(pool, size, x, group)
-            for pool, size, x in ((keys, self.pools.key_bytes, k), (values, self.pools.value_bytes, v))
+            self._store(pool, kind, size, x, group)
+            for pool, kind, size, x in (
+                (keys, p.key_type, p.key_bytes, k),
+                (values, p.value_type, p.value_bytes, v),
+            )
         ]
         q = lib.reshape_2d(ctx, q, c.n_head * c.head_dim_k, self.rows)
         if self._order is not None:
@@ -130,9 +140,9 @@ class PagedGraphBuilder(GraphBuilder):
             YARN_SLOW,
         )
 
-    def _store(self, pool: int, token_bytes: int, rows: int, group: int) -> int:
+    def _store(self, pool: int, type_id: int, token_bytes: int, rows: int, group: int) -> int:
         """The pool after the rows were written; reading through it keeps the order."""
-        target = token_rows(self.context, pool, token_bytes)
+        target = token_rows(self.context, pool, type_id, token_bytes)
         stored = self.lib.set_rows(self.context, target, rows, self._slots[group])
         self.lib.build_forward_expand(self.graph, stored)
         return stored
@@ -155,9 +165,11 @@ class PagedGraphBuilder(GraphBuilder):
             part.rows * token,
             at * token,
         )
-        keys = self._tokens(inputs, group, stored[0], pools[0], c.head_dim_k)
+        p = self.pools
+        keys = self._tokens(inputs, group, stored[0], pools[0], p.key_type, c.head_dim_k)
         # flipped in the first view of the pool: it is the one that moves
-        values = self._tokens(inputs, group, stored[1], pools[1], c.head_dim_v, flipped=not self.flash)
+        flipped = not self.flash
+        values = self._tokens(inputs, group, stored[1], pools[1], p.value_type, c.head_dim_v, flipped)
         mask = inputs.masks[group]
         if self.flash:
             out = lib.flash_attn_ext(ctx, queries, keys, values, mask, c.attention_scale, 0.0, 0.0)
@@ -169,20 +181,30 @@ class PagedGraphBuilder(GraphBuilder):
         return lib.reshape_2d(ctx, out, c.n_head * c.head_dim_v, part.sequences * part.rows)
 
     def _tokens(
-        self, inputs: _PartInputs, group: int, stored: int, pool: int, dim: int, flipped: bool = False
+        self,
+        inputs: _PartInputs,
+        group: int,
+        stored: int,
+        pool: int,
+        type_id: int,
+        dim: int,
+        flipped: bool = False,
     ) -> int:
-        """f16 [dim, span, n_head_kv, sequences]: keys or values, in place or gathered."""
-        part, heads = inputs.part, self.config.n_head_kv
-        span = part.spans[group]
-        if part.views[group]:
-            view = heads_of_tokens(self.context, stored, heads, dim, span, 1, flipped)
+        """[dim, span, n_head_kv, sequences]: keys or values, in place or gathered."""
+        part, heads, ctx = inputs.part, self.config.n_head_kv, self.context
+        span, blocks = part.spans[group], inputs.blocks.get(group)
+        if blocks is None:
+            view = heads_of_tokens(ctx, stored, type_id, heads, dim, span, 1, flipped)
             inputs.views.append((view, pool, group))
             return view
-        width, blocks = shape_of(pool)[:2]
-        size = 4 * width * blocks
-        rows = reinterpret(self.context, stored, TYPE_F32, (width, blocks, 1, 1), (4, 4 * width, size, size))
-        gathered = self.lib.get_rows(self.context, rows, inputs.blocks[group])
-        return heads_of_tokens(self.context, gathered, heads, dim, span, part.sequences, flipped)
+        if self.unpacks and type_id != TYPE_F16:
+            gathered = self.lib.get_rows(ctx, block_rows(ctx, pool, stored, type_id), blocks)
+            type_id = TYPE_F32
+            if self.flash:
+                gathered, type_id = self.lib.cast(ctx, gathered, TYPE_F16), TYPE_F16
+        else:
+            gathered = self.lib.get_rows(ctx, block_rows(ctx, pool, stored, TYPE_F32), blocks)
+        return heads_of_tokens(ctx, gathered, type_id, heads, dim, span, part.sequences, flipped)
 
     def _part_inputs(self, part: Part) -> _PartInputs:
         inputs = _PartInputs(part)

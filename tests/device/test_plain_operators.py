@@ -5,16 +5,21 @@ Its parts, views, gathers and copies are those of any other device; here they ru
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 from engine.driver import BLOCK, Driver
+from engine.reference import Rounded, forward
 from tiny_models import tiny_model
 
-from backends.ggml import layers
+from backends.ggml import endpoint, layers
 from backends.ggml.layers import DeviceLayers
+from backends.ggml.lib import TYPE_F16
+from backends.ggml.paged import KINDS
 from backends.ggml.stage import GgmlStage
 from hetero.batch import BlockCopy
 
@@ -26,6 +31,8 @@ TINY: dict[str, dict[str, Any]] = {
 }
 # Relative error of norms. ggml's flash attention on the CPU also rounds queries and sums to f16.
 BOUND = 4e-3
+UNPACKED_BOUND = 2e-3  # less than what the formats themselves change
+Q8_BOUND = 6e-3  # beside keys in q8_0, queries are rounded to it too
 
 
 class PlainStage(GgmlStage):
@@ -50,8 +57,8 @@ def pair(path: Path, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyP
     plain.close()
 
 
-def close_to(got: np.ndarray, want: np.ndarray) -> bool:
-    return bool(np.linalg.norm(got - want) <= BOUND * np.linalg.norm(want))
+def close_to(got: np.ndarray, want: np.ndarray, bound: float = BOUND) -> bool:
+    return bool(np.linalg.norm(got - want) <= bound * np.linalg.norm(want))
 
 
 def test_a_prompt_in_chunks_of_any_size(pair: tuple[Driver, Driver]) -> None:
@@ -126,3 +133,82 @@ def test_what_was_in_place_and_what_was_gathered_is_counted(path: Path) -> None:
     plain.step([(np.array([9, 4]), 0, list(range(5, 25)))])
     assert plain.stage.counters() == {"attended_in_place": 1, "attended_gathered": 1}
     plain.close()
+
+
+WAYS = {
+    "as it is": lambda device, *shape: True,
+    "made f16": lambda device, *shape: shape[4:] in ((), (TYPE_F16, TYPE_F16)),  # of keys, of values
+    "made f32": lambda *_: False,
+}
+KEPT = [("q8_0", "q8_0"), ("q8_0", "f16"), ("f16", "q8_0")]
+
+
+def through(kind: str) -> Rounded:
+    """What is left of values [..., dim] that were kept so."""
+    if kind == "f16":
+        return lambda x: x.astype(np.float16).astype(np.float64)
+    kind_id = gguf.GGMLQuantizationType.Q8_0
+    return lambda x: gguf.quants.dequantize(gguf.quants.quantize(x.astype(np.float32), kind_id), kind_id)
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Heads of two blocks."""
+    path = tmp_path_factory.mktemp("wide") / "wide.gguf"
+    return tiny_model(path, **TINY["windows"], n_heads=2, n_kv_heads=1, head_dim=64)
+
+
+@pytest.mark.parametrize("way", WAYS)
+@pytest.mark.parametrize("kept", KEPT, ids="-".join)
+def test_keys_and_values_in_blocks(
+    wide: Path, way: str, kept: tuple[str, str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """In every way to attend them: as the device has it, or unpacked first."""
+    monkeypatch.setattr(layers, "can_flash_attend", WAYS[way])
+    plain = Driver(wide, max_tokens=128, threads=1, kind=PlainStage, kv_types=kept)
+    held = plain.stage._layers
+    assert (held.flash, held.unpacks) == (way != "made f32", way != "as it is")
+    rng = np.random.default_rng(7)
+    ids = rng.integers(3, 300, 100).tolist()
+    want = forward(plain.gguf, plain.config, ids, kept=(through(kept[0]), through(kept[1])))
+    bound = Q8_BOUND if way == "as it is" and kept[0] == "q8_0" else UNPACKED_BOUND
+    for chunk in (7, 60):
+        got = plain.logits(ids, chunk, seed=chunk)
+        assert close_to(got, want, bound)
+    tables = [np.arange(40, 47), rng.permutation(np.arange(50, 57))]
+    plain.step([(t, 0, ids[:60]) for t in tables])
+    for got in plain.step([(t, 60, ids[60:]) for t in tables]):
+        assert close_to(got, want[60:], bound)
+    assert (plain.stage.counters()["attended_in_place"] > 0) == (way == "as it is")
+    plain.close()
+
+
+def test_the_pools_take_what_the_formats_take(wide: Path) -> None:
+    sizes = {}
+    for kept in [("f16", "f16"), *KEPT]:
+        plain = Driver(wide, kind=PlainStage, kv_types=kept)
+        sizes[kept] = plain.stage.memory()["kv"]
+        plain.close()
+    whole = sizes["f16", "f16"]
+    assert sizes["q8_0", "q8_0"] == pytest.approx(34 / 64 * whole, rel=0.01)
+    assert sizes["q8_0", "f16"] == sizes["f16", "q8_0"] == pytest.approx(49 / 64 * whole, rel=0.01)
+
+
+def test_formats_that_a_device_lacks_are_named(wide: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with pytest.raises(layers.DeviceError, match="device CPU: cannot store keys and values as fp8"):
+        Driver(wide, kind=PlainStage, kv_types=("fp8", "fp8"))
+    monkeypatch.setattr(layers, "can_look_up", lambda *_: False)
+    monkeypatch.setattr(layers, "can_flash_attend", WAYS["made f16"])
+    with pytest.raises(layers.DeviceError, match="cannot attend keys or values kept as q8_0"):
+        Driver(wide, kind=PlainStage, kv_types=("q8_0", "f16"))
+
+
+def test_drivers_behind_rpc_are_not_trusted_with_two_formats(wide: Path) -> None:
+    """It says yes to everything, and ends the process where that was wrong."""
+    for kept, unpacks in ((("q8_0", "q8_0"), False), (("q8_0", "f16"), True)):
+        plain = Driver(wide, kind=PlainStage, kv_types=kept)
+        device = plain.stage._layers._device
+        device.info = replace(device.info, backend=endpoint.BACKEND)
+        ids = [KINDS[kind] for kind in kept]
+        assert plain.stage._layers._how_to_attend(*ids) == (True, unpacks)
+        plain.close()

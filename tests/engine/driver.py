@@ -31,6 +31,7 @@ class Driver:
         threads: int = 2,
         device: DeviceSpec | str = "CPU",
         kind: type[GgmlStage] = GgmlStage,
+        kv_types: tuple[str, str] = ("f16", "f16"),
     ):
         self.gguf = open_gguf(path)
         self.config = read_config(self.gguf)
@@ -38,7 +39,14 @@ class Driver:
         group_of = {layer: windows.index(w) for layer, w in enumerate(self.config.layer_windows)}
         self.num_groups, self.num_blocks = len(windows), num_blocks
         spec = StageSpec(
-            0, self.config.n_layer, group_of, (num_blocks,) * len(windows), max_tokens, max_logits=max_tokens
+            0,
+            self.config.n_layer,
+            group_of,
+            (num_blocks,) * len(windows),
+            max_tokens,
+            max_logits=max_tokens,
+            key_type=kv_types[0],
+            value_type=kv_types[1],
         )
         self.stage = kind(self.gguf, self.config, open_device(device, threads), spec)
 

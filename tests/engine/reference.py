@@ -9,6 +9,8 @@ import numpy as np
 from backends.ggml.models import ModelConfig, Rope
 from quant.gguf import GGUFFile
 
+Rounded = Callable[[np.ndarray], np.ndarray]  # what is left of values that were kept in some format
+
 
 def forward(
     gguf: GGUFFile,
@@ -16,8 +18,11 @@ def forward(
     ids: list[int],
     kv_dtype: type = np.float64,
     gelu_table: bool = False,
+    kept: tuple[Rounded, Rounded] | None = None,
 ) -> np.ndarray:
-    """Logits [len(ids), n_vocab] of an F32 model; keys and values are rounded to `kv_dtype`."""
+    """Logits [len(ids), n_vocab] of an F32 model; keys and values are rounded to `kv_dtype`, or as `kept`
+    says of keys and of values, float64 [T, heads, dim] each.
+    """
     w = {n: _tensor(gguf, n) for n in gguf.tensors}
     c, family = config, config.family
     x = w["token_embd.weight"][ids] * c.embedding_scale
@@ -37,7 +42,10 @@ def forward(
         rope = c.rope_of(layer)
         factors = w[rope.factors] if rope.factors else None
         q, k = _rotate(q, rope, factors), _rotate(k, rope, factors)
-        k, v = k.astype(kv_dtype).astype(np.float64), v.astype(kv_dtype).astype(np.float64)
+        if kept is not None:
+            k, v = kept[0](k), kept[1](v)
+        else:
+            k, v = k.astype(kv_dtype).astype(np.float64), v.astype(kv_dtype).astype(np.float64)
         a = _attend(q * c.attention_scale, k, v, c.layer_windows[layer]) @ w[b + "attn_output.weight"].T
         x = x + (norm(a, b + "post_attention_norm") if family.post_norms else a)
         h = norm(x, b + "ffn_norm")
