@@ -1,9 +1,6 @@
 """Paged attention on the CPU: one kernel for decode and for prefill chunks.
 
-Keys are stored so that a vector holds 16 tokens, values so that it holds 16 dimensions:
-
-    key pool    [block][kv head][dimension][16 tokens]   half
-    value pool  [block][kv head][16 tokens][dimension]   half
+Pools are [block][kv head] of parts, which kv_codes.py draws; a block is 16 tokens.
 
 An item is up to `QUERY_ROWS` rows (a few query tokens, times the query heads that share a KV head);
 each block is read once per item. Threads take items from a shared counter.
@@ -13,9 +10,10 @@ chunk's are fetched while one is worked on: line by line, since a core waits for
 `make bench-attention` prints the share of the memory's bandwidth (Zen 5: 29 % without, over 60 % so).
 
 Batch invariance: a row's arithmetic depends on its own position only. Scores are summed over the
-dimension in ascending order, the running softmax (Milakov and Gimelshein, arXiv 1805.02867) is
-updated at chunks of 64 tokens that start at multiples of 64, values are added in token order. How
-many rows or blocks a microkernel treats at a time changes which registers are used, not the bits.
+dimension in ascending order and then scaled, the running softmax (Milakov and Gimelshein, arXiv
+1805.02867) is updated at chunks of 64 tokens that start at multiples of 64, values are added in token
+order. How many rows or blocks a microkernel treats at a time changes which registers are used, not the
+bits.
 """
 
 from __future__ import annotations
@@ -31,11 +29,10 @@ from backends.cpu.attention_kernels import (
     SCORE_ROW_BYTES,
     divide_by_sum,
     reset_state,
-    score_rows,
     softmax_update,
-    value_rows,
 )
-from backends.cpu.simd import I64
+from backends.cpu.attention_pools import SPARE_BYTES
+from backends.cpu.simd import I64, call_address
 from backends.cpu.words import fill_zero, load_i32, load_i64, store_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
@@ -47,13 +44,28 @@ _STATE = _OUT_AT + 8 * S.QUERY_ROWS  # float32 pairs: running maximum, running s
 _BLOCKS = _STATE + 8 * S.QUERY_ROWS  # addresses of keys, then of values
 _VALUES = 8 * S.CHUNK_BLOCKS
 _BLOCKS_AHEAD = _BLOCKS + 2 * _VALUES  # the next chunk's
-SCRATCH_BYTES = -(-(_BLOCKS_AHEAD + 2 * _VALUES) // 64) * 64
+_SPARE = -(-(_BLOCKS_AHEAD + 2 * _VALUES) // 64) * 64
+SCRATCH_BYTES = _SPARE + SPARE_BYTES
 
-# words of an attention operator's parameters
-(P_HEADER, P_GROUP, P_HEADS, P_KV_HEADS, P_DIM_K, P_DIM_V, P_WINDOW, P_KEY_POOL, P_VALUE_POOL, P_COUNTER) = (
-    range(10)
-)
-NUM_PARAMS = 10
+# words of an attention operator's parameters; P_KEY_BYTES and P_VALUE_BYTES are kv_codes.part_bytes,
+# P_SCORES and P_VALUES the addresses of functions of attention_pools.py
+(
+    P_HEADER,
+    P_GROUP,
+    P_HEADS,
+    P_KV_HEADS,
+    P_DIM_K,
+    P_DIM_V,
+    P_WINDOW,
+    P_KEY_POOL,
+    P_VALUE_POOL,
+    P_COUNTER,
+    P_KEY_BYTES,
+    P_VALUE_BYTES,
+    P_SCORES,
+    P_VALUES,
+) = range(14)
+NUM_PARAMS = 14
 
 
 @intrinsic
@@ -92,7 +104,8 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
     rows = count * share
     query_at, out_at, states = scratch + _QUERY_AT, scratch + _OUT_AT, scratch + _STATE
     vectors = dim_v // 16
-    key_bytes, value_bytes = dim_k * 2 * S.BLOCK_SIZE, dim_v * 2 * S.BLOCK_SIZE
+    key_bytes, value_bytes = load_i64((params + 8 * P_KEY_BYTES,)), load_i64((params + 8 * P_VALUE_BYTES,))
+    score_rows, value_rows = load_i64((params + 8 * P_SCORES,)), load_i64((params + 8 * P_VALUES,))
     for r in range(rows):
         head_row = (row0 + r // share) * heads + kv_head * share + r % share
         store_i64((query_at + 8 * r, query + 4 * head_row * dim_k))
@@ -121,7 +134,7 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
             block_addresses(entries + 4 * S.CHUNK_BLOCKS, coming, kv_heads, kv_head, pools, ahead)
         r0, n = q0 * share, (q1 - q0) * share
         rows_at = scratch + _SCORES + SCORE_ROW_BYTES * r0
-        score_rows(query_at + 8 * r0, at, ahead, rows_at, dim_k, n, blocks)
+        call_address(score_rows, (query_at + 8 * r0, at, ahead, rows_at, dim_k, n, blocks))
         for r in range(r0, r0 + n):
             position = first + r // share
             low = max(0, position - window + 1 - base) if window > 0 else 0
@@ -136,7 +149,8 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
                     vectors,
                 )
             )
-        value_rows(rows_at, at + _VALUES, ahead + _VALUES, out_at + 8 * r0, dim_v, n, tokens)
+        places = (rows_at, at + _VALUES, ahead + _VALUES, out_at + 8 * r0)
+        call_address(value_rows, (*places, dim_v, n, tokens, scratch + _SPARE))
     for r in range(rows):
         divide_by_sum((load_i64((out_at + 8 * r,)), states + 8 * r, vectors))
 

@@ -14,7 +14,7 @@ from backends.ggml.attention_layout import Layout
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
-from backends.ggml.models.config import ModelConfig, ModelError
+from backends.ggml.models.config import ModelConfig
 from backends.ggml.probe import PLAIN, Verdicts, probe, turn_off_tiles
 from backends.ggml.weights import Progress, Weights
 from quant.gguf import GGUFFile
@@ -47,8 +47,6 @@ class CpuLayers:
         """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix.
         `kv_types`: of keys and of values."""
         self._config, self._device = config, device
-        if kv_types != ("f16", "f16"):
-            raise ModelError(f"no kernels for keys and values of {' and '.join(kv_types)}")
         matrices = [n for n in names if len(gguf.tensors[n].shape) > 1 and (n != EMBEDDING or n == head)]
         ours = [n for n in matrices if packable(gguf, n)]
         theirs = [n for n in matrices if n not in ours]
@@ -64,7 +62,7 @@ class CpuLayers:
         self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
         self._packed = PackedWeights(gguf, ours, device.threads, progress)
         self.weight_bytes = self.weights.nbytes + self._packed.nbytes
-        self.kv = CpuKV(config, device, self.weights, sorted(group_of), group_of, num_blocks)
+        self.kv = CpuKV(config, device, self.weights, sorted(group_of), group_of, num_blocks, kv_types)
 
     def new_builder(
         self, rows: int, layout: Layout, kind: type[CpuGraphBuilder] = CpuGraphBuilder

@@ -9,9 +9,10 @@ import numpy as np
 
 from backends.base import BlockCopyLike
 from backends.cpu import attention as attend
+from backends.cpu import attention_pools, kv_codes, kv_store
 from backends.cpu import rope_store as store
 from backends.cpu.matmul import SCRATCH_BYTES
-from backends.cpu.step import BLOCK_SIZE, QUERY_ROWS, StepHeader, aligned_empty
+from backends.cpu.step import QUERY_ROWS, StepHeader, aligned_empty
 from backends.ggml.devices import Device
 from backends.ggml.lib import TYPE_F16, ggml
 from backends.ggml.models.config import ModelConfig, ModelError
@@ -19,8 +20,10 @@ from backends.ggml.weights import DeviceTensors, Weights
 
 
 class CpuKV:
-    """f16 pools for `layers`. `group_of[layer]` and `num_blocks[group]` say which blocks a layer has.
+    """Pools for `layers`. `group_of[layer]` and `num_blocks[group]` say which blocks a layer has.
 
+    `kv_types`: formats of keys and of values, of kv_format.KV_TYPES. ModelError where one cannot hold the
+    model's heads.
     Memory is asked for at once but touched only as blocks are first written.
     """
 
@@ -32,6 +35,7 @@ class CpuKV:
         layers: Sequence[int],
         group_of: dict[int, int],
         num_blocks: Sequence[int],
+        kv_types: tuple[str, str],
     ):
         if config.head_dim_k % 16 or config.head_dim_v % 16:
             raise ModelError(
@@ -52,8 +56,12 @@ class CpuKV:
             device.threads,
             max(attend.SCRATCH_BYTES, 4 * config.head_dim_k),
         )
-        self._key_bytes = 2 * BLOCK_SIZE * config.n_head_kv * config.head_dim_k
-        self._value_bytes = 2 * BLOCK_SIZE * config.n_head_kv * config.head_dim_v
+        self._kinds = [kv_codes.FORMATS[t] for t in kv_types]
+        try:
+            parts = map(kv_codes.part_bytes, kv_types, (config.head_dim_k, config.head_dim_v))
+            self._key_bytes, self._value_bytes = (config.n_head_kv * part for part in parts)  # of a block
+        except ValueError as error:
+            raise ModelError(str(error)) from None
         blocks = [num_blocks[group_of[layer]] for layer in self.layers]
         self._pools = DeviceTensors(
             device,
@@ -113,6 +121,8 @@ class CpuKV:
             p[store.P_QUERY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_q_norm.weight"))
             p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
         p[store.P_FUSED] = int(fused)
+        for word, which in ((store.P_STORE_KEY, kv_store.KEYS), (store.P_STORE_VALUE, kv_store.VALUES)):
+            p[word] = kv_store.compiled_store(self._kinds[which], which).address
         return self._parameters.setdefault(("store", layer), p)
 
     def attention_parameters(self, layer: int) -> np.ndarray:
@@ -121,6 +131,8 @@ class CpuKV:
         self._common(p, layer, attend)
         p[attend.P_WINDOW] = self.config.layer_windows[layer] or 0
         p[attend.P_COUNTER] = self.header.counter_address(layer)
+        p[attend.P_SCORES] = attention_pools.compiled_scores(self._kinds[0]).address
+        p[attend.P_VALUES] = attention_pools.compiled_values(self._kinds[1]).address
         return self._parameters.setdefault(("attend", layer), p)
 
     def _common(self, p: np.ndarray, layer: int, names) -> None:
@@ -129,6 +141,8 @@ class CpuKV:
         p[names.P_HEADS], p[names.P_KV_HEADS] = c.n_head, c.n_head_kv
         p[names.P_DIM_K], p[names.P_DIM_V] = c.head_dim_k, c.head_dim_v
         p[names.P_KEY_POOL], p[names.P_VALUE_POOL] = self._keys[layer], self._values[layer]
+        p[names.P_KEY_BYTES] = self._key_bytes // c.n_head_kv
+        p[names.P_VALUE_BYTES] = self._value_bytes // c.n_head_kv
 
     def close(self) -> None:
         self._pools.close()

@@ -1,7 +1,7 @@
 """What happens between the q/k/v projections and attention, in one pass over each token.
 
 Per head of the query: RMS norm (families with q/k norm), RoPE, scale. Per head of the key: RMS norm,
-RoPE, then into the key pool; the value goes into the value pool as it is (layouts in attention.py).
+RoPE, then into the key pool; the value goes into the value pool as it is (layouts in kv_codes.py).
 All tokens of a step are stored before the attention operator starts, because that operator's input
 is this one's output.
 """
@@ -13,12 +13,12 @@ from numba import cfunc, njit, types
 
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
 from backends.cpu import step as S
-from backends.cpu.simd import F16, F32, Emitter, Value, ir, kernel
-from backends.cpu.vecmath import clamp_half
+from backends.cpu.simd import F32, Emitter, Value, call_address, ir, kernel
 from backends.cpu.words import fill_zero, load_i32, load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
-# words of the operator's parameters; floats are stored as the bits of a float32
+# words of the operator's parameters; floats are stored as the bits of a float32, P_KEY_BYTES and
+# P_VALUE_BYTES are kv_codes.part_bytes, P_STORE_… the addresses of kv_store.compiled_store's functions
 (
     P_HEADER,
     P_GROUP,
@@ -36,8 +36,12 @@ from backends.ggml.lib import WORD_DATA, WORD_SRC
     P_KEY_POOL,
     P_VALUE_POOL,
     P_FUSED,
-) = range(16)
-NUM_PARAMS = 16
+    P_KEY_BYTES,
+    P_VALUE_BYTES,
+    P_STORE_KEY,
+    P_STORE_VALUE,
+) = range(20)
+NUM_PARAMS = 20
 _F64 = ir.DoubleType()
 
 
@@ -104,33 +108,6 @@ def scale_head(x: Emitter, head: Value, dim: Value, scale: Value) -> None:
     x.loop(dim, [], body)
 
 
-@kernel
-def store_key(x: Emitter, pool: Value, head: Value, dim: Value) -> None:
-    """Halfs of one head into one lane of a key block: the next dimension is 16 tokens away."""
-
-    def body(i: Value, _: list[Value]) -> list[Value]:
-        v = _clamp(x, x.load(head, x.mul(i, 4), F32, 4))
-        x.store(x.b.fptrunc(v, F16), pool, x.mul(i, 2 * S.BLOCK_SIZE), 2)
-        return []
-
-    x.loop(dim, [], body)
-
-
-@kernel
-def store_value(x: Emitter, pool: Value, head: Value, vectors: Value) -> None:
-    def body(i: Value, _: list[Value]) -> list[Value]:
-        x.store_f16(clamp_half(x, x.load(head, x.mul(i, 64))), pool, x.mul(i, 32))
-        return []
-
-    x.loop(vectors, [], body)
-
-
-def _clamp(x: Emitter, v: Value) -> Value:
-    for bound, comparison in ((65504.0, ">"), (-65504.0, "<")):
-        v = x.b.select(x.b.fcmp_ordered(comparison, v, x.f32(bound)), x.f32(bound), v)
-    return v
-
-
 @njit(nogil=True, cache=True)
 def prepare_head(target, source, dim, norm, eps, table, rotated, neox):
     """Norm (if `norm` is an address) and rotate one head from source to target."""
@@ -160,12 +137,15 @@ def store_token(params, header, token, query, key, value, out, scratch):
     group = header + 8 * (S.GROUPS + S.WORDS_PER_GROUP * load_i64((params + 8 * P_GROUP,)))
     slot = load_i32((load_i64((group,)) + 4 * token,))
     block, lane = slot // S.BLOCK_SIZE, slot % S.BLOCK_SIZE
-    key_pool, value_pool = load_i64((params + 8 * P_KEY_POOL,)), load_i64((params + 8 * P_VALUE_POOL,))
+    key_part, key_bytes = load_i64((params + 8 * P_KEY_POOL,)), load_i64((params + 8 * P_KEY_BYTES,))
+    value_part, value_bytes = load_i64((params + 8 * P_VALUE_POOL,)), load_i64((params + 8 * P_VALUE_BYTES,))
+    store_key, store_value = load_i64((params + 8 * P_STORE_KEY,)), load_i64((params + 8 * P_STORE_VALUE,))
+    key_part += block * kv_heads * key_bytes
+    value_part += block * kv_heads * value_bytes
     for h in range(kv_heads):
         prepare_head(scratch, key + 4 * dim_k * h, dim_k, key_norm, eps, table, rotated, neox)
-        at = 2 * S.BLOCK_SIZE * (block * kv_heads + h)
-        store_key((key_pool + at * dim_k + 2 * lane, scratch, dim_k))
-        store_value((value_pool + at * dim_v + 2 * lane * dim_v, value + 4 * dim_v * h, dim_v // 16))
+        call_address(store_key, (key_part + h * key_bytes, lane, scratch, dim_k // 16))
+        call_address(store_value, (value_part + h * value_bytes, lane, value + 4 * dim_v * h, dim_v // 16))
 
 
 @njit(nogil=True, cache=True)

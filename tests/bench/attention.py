@@ -2,6 +2,7 @@
 
 make bench-attention                                           the table, about half a minute
 make bench-attention ARGS="--sequences 1 --context 1024 --json"
+make bench-attention ARGS="--kv-type f16,fp8,q8_0"             formats side by side (k-v: keys and values apart)
 
 Blocks of the paged pools are in random order. Steps take turns over as many layers as more memory than caches
 hold needs, and threads share a step's items as they do in a graph.
@@ -18,7 +19,9 @@ import numpy as np
 from llvmlite import binding
 
 from backends.cpu import attention as attend
+from backends.cpu.attention_pools import compiled_scores, compiled_values
 from backends.cpu.features import cpu_level
+from backends.cpu.kv_codes import FORMATS, part_bytes
 from backends.cpu.machine import clock, read_bandwidth
 from backends.cpu.step import BLOCK_SIZE, QUERY_ROWS, StepHeader, aligned_empty
 from hetero.batch import Batch
@@ -32,13 +35,21 @@ ORDINARY = np.float16(0.07)
 class Decode:
     """One query token for each of `sequences` requests that have `context` tokens in the pools."""
 
-    def __init__(self, heads: int, kv_heads: int, dim: int, sequences: int, context: int, threads: int):
+    def __init__(
+        self,
+        shape: tuple[int, int, int],
+        kv_types: tuple[str, str],
+        sequences: int,
+        context: int,
+        threads: int,
+    ):
+        heads, kv_heads, dim = shape
         self.threads = threads
         blocks = -(-context // BLOCK_SIZE) * sequences
-        self.nbytes = 2 * 2 * sequences * context * kv_heads * dim  # of keys and values, read in a step
+        parts = [part_bytes(t, dim) for t in kv_types]
+        self.nbytes = sum(blocks * kv_heads * part for part in parts)  # of keys and values, read in a step
         self.layers = max(1, -(-CACHE_BYTES // self.nbytes))
-        pool_bytes = 2 * blocks * BLOCK_SIZE * kv_heads * dim
-        self.pools = aligned_empty(2 * self.layers * pool_bytes)
+        self.pools = aligned_empty(self.layers * self.nbytes)
         rng = np.random.default_rng(0)
         self.pools.view(np.float16)[:] = ORDINARY
         self.header = StepHeader(
@@ -57,8 +68,11 @@ class Decode:
         for layer, p in enumerate(self.parameters):
             p[attend.P_HEADER], p[attend.P_HEADS], p[attend.P_KV_HEADS] = self.header.address, heads, kv_heads
             p[attend.P_DIM_K] = p[attend.P_DIM_V] = dim
-            p[attend.P_KEY_POOL] = self.pools.ctypes.data + 2 * layer * pool_bytes
-            p[attend.P_VALUE_POOL] = p[attend.P_KEY_POOL] + pool_bytes
+            p[attend.P_KEY_POOL] = self.pools.ctypes.data + layer * self.nbytes
+            p[attend.P_VALUE_POOL] = p[attend.P_KEY_POOL] + blocks * kv_heads * parts[0]
+            p[attend.P_KEY_BYTES], p[attend.P_VALUE_BYTES] = parts
+            p[attend.P_SCORES] = compiled_scores(FORMATS[kv_types[0]]).address
+            p[attend.P_VALUES] = compiled_values(FORMATS[kv_types[1]]).address
             p[attend.P_COUNTER] = self.header.counter_address(layer)
 
     def seconds(self) -> float:
@@ -92,25 +106,30 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=8)
     parser.add_argument("--context", type=int, default=4096, help="tokens of each sequence")
     parser.add_argument("--threads", default="1,2")
+    parser.add_argument("--kv-type", default="f16", help="with commas: several; k-v: keys and values apart")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_args()
     rows: list[dict[str, Any]] = []
-    for name, (heads, kv_heads, dim) in SHAPES.items():
+    for name, shape in SHAPES.items():
         for threads in map(int, options.threads.split(",")):
             memory = read_bandwidth(threads) * 1e-9
-            decode = Decode(heads, kv_heads, dim, options.sequences, options.context, threads)
-            seconds = decode.seconds()
-            read = decode.nbytes / seconds * 1e-9
-            rows.append(
-                {
-                    "heads": f"{name}: {heads} / {kv_heads} x {dim}",
-                    "threads": threads,
-                    "milliseconds": seconds * 1e3,
-                    "gb_s": read,
-                    "memory_gb_s": memory,
-                    "share": read / memory,
-                }
-            )
+            for kv_type in options.kv_type.split(","):
+                key_type, _, value_type = kv_type.partition("-")
+                kv_types = (key_type, value_type or key_type)
+                decode = Decode(shape, kv_types, options.sequences, options.context, threads)
+                seconds = decode.seconds()
+                read = decode.nbytes / seconds * 1e-9
+                rows.append(
+                    {
+                        "heads": "{}: {} / {} x {}".format(name, *shape),
+                        "threads": threads,
+                        "kv_type": kv_type,
+                        "milliseconds": seconds * 1e3,
+                        "gb_s": read,
+                        "memory_gb_s": memory,
+                        "share": read / memory,
+                    }
+                )
     report = {
         "cpu": binding.get_host_cpu_name(),
         "level": cpu_level(),
@@ -123,13 +142,13 @@ def main() -> None:
         return
     print(
         f"CPU {report['cpu']}, {report['level']}: a decode step of {options.sequences} sequences at"
-        f" {options.context} tokens, f16\n"
+        f" {options.context} tokens\n"
     )
-    print("| heads / KV heads x dimension | threads | ms | K and V read, GB/s | memory, GB/s | share |")
-    print("|---|---|---|---|---|---|")
+    print("| heads / KV heads x dimension | threads | KV | ms | K and V read, GB/s | memory, GB/s | share |")
+    print("|---|---|---|---|---|---|---|")
     for r in rows:
         print(
-            f"| {r['heads']} | {r['threads']} | {r['milliseconds']:.2f} | {r['gb_s']:.1f} |"
+            f"| {r['heads']} | {r['threads']} | {r['kv_type']} | {r['milliseconds']:.2f} | {r['gb_s']:.1f} |"
             f" {r['memory_gb_s']:.1f} | {r['share']:.0%} |"
         )
 

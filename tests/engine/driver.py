@@ -20,7 +20,7 @@ BLOCK = 16
 class Driver:
     """A model on a device with `num_blocks` blocks per KV group, of which block 0 is scratch.
 
-    `kind` is another stage class than the ordinary one.
+    `kind` is another stage class than the ordinary one. `kv_types`: formats of keys and of values.
     """
 
     def __init__(

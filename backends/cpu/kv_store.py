@@ -1,0 +1,154 @@
+"""One token's key or value of one KV head into its part of the pools (drawn in kv_codes.py).
+
+fp8   as quant.fp8.encode_rows: the scale is the largest magnitude / 448
+q8_0  as quant.encoders.encode_q8_0, which is ggml's
+
+Whatever the format, values are first limited to what a half can hold, so that no infinity enters a pool.
+"""
+
+from __future__ import annotations
+
+import functools
+
+from numba import cfunc
+
+from backends.cpu import jit  # noqa: F401  sets the cache folder first
+from backends.cpu.kv_codes import F16, FP8, Q8_BLOCK, SCALE_ROW_BYTES, TOKENS
+from backends.cpu.simd import F16 as HALF
+from backends.cpu.simd import F16X16, F32, F32X16, I8X16, I32, I32X16, LANES, Emitter, Value, kernel_family
+from backends.cpu.vecmath import clamp_half
+from quant.fp8 import LARGEST, SMALLEST_SCALE
+
+SIGNATURE = "void(int64, int64, int64, int64)"
+KEYS, VALUES = 0, 1
+
+
+@kernel_family
+def store_row(
+    x: Emitter, kind: int, which: int, part: Value, token: Value, head: Value, vectors: Value
+) -> None:
+    """The 16 * vectors floats at `head` as token `token` of a part, KEYS or VALUES."""
+    emit = _store_halfs if kind == F16 else _store_codes
+    emit(x, kind, which, part, token, head, vectors)
+
+
+def _store_halfs(
+    x: Emitter, kind: int, which: int, part: Value, token: Value, head: Value, vectors: Value
+) -> None:
+    def body(i: Value, _: list[Value]) -> list[Value]:
+        v = x.b.fptrunc(clamp_half(x, x.load(head, x.mul(i, 64))), F16X16)
+        if which == VALUES:
+            x.store(v, x.add(part, x.mul(token, x.mul(vectors, 32))), x.mul(i, 32))
+        else:
+            _scatter(x, v, x.add(x.add(part, x.mul(token, 2)), x.mul(i, 2 * TOKENS * LANES)), 2)
+        return []
+
+    x.loop(vectors, [], body)
+
+
+def _store_codes(
+    x: Emitter, kind: int, which: int, part: Value, token: Value, head: Value, vectors: Value
+) -> None:
+    scales = x.add(x.add(part, x.mul(vectors, LANES * TOKENS)), x.mul(token, 2))
+    first = x.mul(token, x.mul(vectors, LANES)) if which == VALUES else token
+    codes = x.add(part, first)
+
+    def group(count: Value | int, source: Value, target: Value, scale_at: Value) -> None:
+        """`count` vectors that share a scale."""
+
+        def largest(i: Value, carried: list[Value]) -> list[Value]:
+            return [x.fmax(carried[0], x.fabs(clamp_half(x, x.load(source, x.mul(i, 64)))))]
+
+        (top,) = x.loop(count, [x.splat_f32(0.0)], largest)
+        inverse = x.splat(_scale(x, kind, x.reduce_max(top), scale_at))
+
+        def encode(i: Value, _: list[Value]) -> list[Value]:
+            v = x.fmul(clamp_half(x, x.load(source, x.mul(i, 64))), inverse)
+            encoded = x.b.trunc(_e4m3(x, v) if kind == FP8 else _nearest_away(x, v), I8X16)
+            if which == VALUES:
+                x.store(encoded, target, x.mul(i, LANES))
+            else:
+                _scatter(x, encoded, x.add(target, x.mul(i, LANES * TOKENS)), 1)
+            return []
+
+        x.loop(count, [], encode)
+
+    if kind == FP8:
+        group(vectors, head, codes, scales)
+        return
+    step = Q8_BLOCK if which == VALUES else Q8_BLOCK * TOKENS
+
+    def each(g: Value, _: list[Value]) -> list[Value]:
+        group(
+            Q8_BLOCK // LANES,
+            x.add(head, x.mul(g, 4 * Q8_BLOCK)),
+            x.add(codes, x.mul(g, step)),
+            x.add(scales, x.mul(g, SCALE_ROW_BYTES)),
+        )
+        return []
+
+    x.loop(x.b.lshr(vectors, x.const(1)), [], each)
+
+
+def _scatter(x: Emitter, vector: Value, address: Value, element_bytes: int) -> None:
+    """One dimension after the other into one token's place in the keys."""
+    for lane in range(LANES):
+        element = x.b.extract_element(vector, x.const(lane, I32))
+        x.store(element, address, TOKENS * element_bytes * lane, element_bytes)
+
+
+def _scale(x: Emitter, kind: int, largest: Value, address: Value) -> Value:
+    """Write the scale of values up to `largest`, and return by what they are to be multiplied."""
+    b = x.b
+    if kind == FP8:
+        rounded = b.fpext(b.fptrunc(b.fdiv(largest, x.f32(LARGEST)), HALF), F32)
+        scale = x.fmax(rounded, x.f32(SMALLEST_SCALE))
+        x.store(b.fptrunc(scale, HALF), address, 0, 2)
+        return b.fdiv(x.f32(1.0), scale)
+    scale = b.fdiv(largest, x.f32(127.0))
+    x.store(b.fptrunc(scale, HALF), address, 0, 2)
+    inverse = b.fdiv(x.f32(1.0), scale)
+    return b.select(b.fcmp_ordered("<", inverse, x.f32(float("inf"))), inverse, x.f32(0.0))
+
+
+def _e4m3(x: Emitter, v: Value) -> Value:
+    """quant.fp8.encode_e4m3 of <16 x float>, as <16 x i32>; a NaN becomes the largest number."""
+    b = x.b
+    size, limit, normal = x.fabs(v), x.splat_f32(LARGEST), x.splat_f32(2.0**-6)
+    size = b.select(b.fcmp_ordered("<", size, limit), size, limit)
+    bits = b.bitcast(size, I32X16)
+    odd = b.and_(x.shift_right(bits, 20), x.splat_i32(1))
+    rounded = x.shift_right(b.add(bits, b.add(odd, x.splat_i32(0x7FFFF))), 20)
+    codes = b.sub(rounded, x.splat_i32(120 << 3))
+    few = b.fptosi(x.rint(x.fmul(size, x.splat_f32(2.0**9))), I32X16)
+    codes = b.select(b.fcmp_ordered("<", size, normal), few, codes)
+    sign = b.and_(x.shift_right(b.bitcast(v, I32X16), 24), x.splat_i32(0x80))
+    return b.or_(codes, sign)
+
+
+def _nearest_away(x: Emitter, v: Value) -> Value:
+    """<16 x float> to the nearest <16 x i32>, halves away from zero, as C's roundf."""
+    b = x.b
+    whole = x.call("llvm.trunc.v16f32", F32X16, v)
+    rest = x.fabs(x.fsub(v, whole))
+    one = b.select(b.fcmp_ordered("<", v, x.splat_f32(0.0)), x.splat_i32(-1), x.splat_i32(1))
+    further = b.fcmp_ordered(">=", rest, x.splat_f32(0.5))
+    return b.add(b.fptosi(whole, I32X16), b.select(further, one, x.splat_i32(0)))
+
+
+@functools.cache
+def compiled_store(kind: int, which: int):
+    """The cfunc that stores a token's KEYS or VALUES in a format; compiled, or loaded, on first use.
+
+    Called as `store(part, token, head, vectors)`, all int64: the address of the part, the token's place in
+    the block, the address of 16 * vectors floats.
+    """
+
+    @cfunc(SIGNATURE, nopython=True, cache=True)
+    def store(part, token, head, vectors):
+        store_row(kind, which, (part, token, head, vectors))
+
+    return store
+
+
+__all__ = ["KEYS", "VALUES", "compiled_store"]
