@@ -2,7 +2,7 @@
 
 make bench-attention                                           the table, about half a minute
 make bench-attention ARGS="--sequences 1 --context 1024 --json"
-make bench-attention ARGS="--kv-type f16,fp8,q8_0"             formats side by side (k-v: keys and values apart)
+make bench-attention ARGS="--kv-type f16,fp8,q8_0-f16"         formats side by side; K-V: keys, values apart
 
 Blocks of the paged pools are in random order. Steps take turns over as many layers as more memory than caches
 hold needs, and threads share a step's items as they do in a graph.
