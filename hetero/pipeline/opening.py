@@ -13,7 +13,7 @@ from backends.ggml.stage import GgmlStage, StageSpec
 from hetero.batch import Batch
 from hetero.kv.groups import KVGroup
 from hetero.kv_types import F16, KVTypes
-from hetero.pipeline.isolated import ChannelStage
+from hetero.pipeline.channel_stage import ChannelStage
 from hetero.pipeline.runner import Runner
 from hetero.pipeline.supervise import Supervised
 from hetero.plan.devices import DeviceChoice
@@ -30,8 +30,17 @@ class StageOpener:
     ("auto") everything but a CPU is kept away from the server. A worker is another machine in any case.
     """
 
-    def __init__(self, path: Path, gguf: GGUFFile, config: ModelConfig, isolate: str = "auto"):
+    def __init__(
+        self,
+        path: Path,
+        gguf: GGUFFile,
+        config: ModelConfig,
+        isolate: str = "auto",
+        share_host: bool = False,
+    ):
+        """`share_host`: this process is to reach the host slots of stages in child processes too."""
         self._path, self._gguf, self._config, self._isolate = path, gguf, config, isolate
+        self._share_host = share_host
 
     def open(
         self, choice: DeviceChoice, spec: StageSpec, progress: Progress | None = None
@@ -48,7 +57,15 @@ class StageOpener:
         if self.is_apart(choice):
             from hetero.pipeline.isolated import IsolatedStage
 
-            return IsolatedStage(self._path, self._config, choice.spec, spec, choice.label, progress)
+            return IsolatedStage(
+                self._path,
+                self._config,
+                choice.spec,
+                spec,
+                choice.label,
+                progress,
+                share_host=self._share_host,
+            )
         from backends.ggml.devices import open_device
 
         return GgmlStage(self._gguf, self._config, open_device(choice.spec), spec, progress)

@@ -26,7 +26,7 @@ from hetero import __version__
 from hetero.config import format_size
 from hetero.pipeline import handshake
 from hetero.pipeline.channel import ChannelClosed, Kind, Message, WireError
-from hetero.pipeline.isolated import ChannelStage
+from hetero.pipeline.channel_stage import ChannelStage
 from hetero.pipeline.messages import largest_result, one_line, open_header
 from hetero.pipeline.part import ModelPart
 from hetero.pipeline.wire import SocketChannel

@@ -13,7 +13,7 @@ from backends.ggml.stage import StageSpec
 from hetero.batch import Batch, BlockCopy, BlockMove
 
 SLOTS = 24
-LENGTH = 90  # tokens of a sequence
+LENGTH = 60  # tokens of a sequence
 
 
 def spec_of(model: Model, first: int = 0, last: int | None = None, slots: int = SLOTS) -> StageSpec:

@@ -33,7 +33,7 @@ from backends.base import DeviceSpec, StageLost
 from backends.ggml.devices import DeviceError, open_device
 from backends.ggml.models.config import read_config
 from backends.ggml.stage import GgmlStage, StageError
-from hetero.pipeline import child, deadlines, isolated, pipe
+from hetero.pipeline import channel_stage, child, deadlines, isolated, pipe
 from hetero.pipeline.channel import Kind
 from hetero.pipeline.isolated import IsolatedStage
 from quant.gguf import open_gguf
@@ -241,7 +241,7 @@ def test_a_step_that_hangs_while_the_process_lives(
 def test_a_device_that_is_gone_while_nothing_runs(
     bad_driver: Driver, monkeypatch: pytest.MonkeyPatch, token: int, why: str
 ) -> None:
-    monkeypatch.setattr(isolated, "DEVICE_SECONDS", 1.5)
+    monkeypatch.setattr(channel_stage, "DEVICE_SECONDS", 1.5)
     a_step(bad_driver)
     bad_driver.stage.check()
     a_step(bad_driver, token)
@@ -278,7 +278,7 @@ def test_a_child_that_is_killed(driver: Driver) -> None:
 @posix
 @pytest.mark.parametrize("where", ["check", "step"])
 def test_a_child_that_is_stopped(driver: Driver, where: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(isolated, "PING_SECONDS", 0.2)
+    monkeypatch.setattr(channel_stage, "PING_SECONDS", 0.2)
     a_step(driver)
     os.kill(driver.stage.pid, signal.SIGSTOP)
     with pytest.raises(StageLost, match="device CPU was lost: no answer for"):

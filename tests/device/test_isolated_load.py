@@ -19,7 +19,7 @@ from isolated_tools import posix, segments, until
 from served import PROMPTS, Served
 from tiny_models import tiny_model
 
-from hetero.pipeline import isolated, supervise
+from hetero.pipeline import channel_stage, supervise
 from hetero.request import FinishReason
 
 ACCIDENTS = 50 if os.environ.get("HETERO_TEST_SCALE") == "full" else 3
@@ -35,7 +35,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_children_killed_and_stopped_at_random_moments(
     model: Path, cuts: list[tuple[int, int]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(isolated, "PING_SECONDS", 0.3)
+    monkeypatch.setattr(channel_stage, "PING_SECONDS", 0.3)
     monkeypatch.setattr(supervise, "CHECK_SECONDS", 0.3)
     monkeypatch.setattr(supervise, "BACKOFF", (0.05,))
     served, rng = Served(model, cuts), random.Random(1)

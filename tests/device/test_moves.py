@@ -1,16 +1,27 @@
-"""Blocks spilled to host memory and loaded again: in this process, in another one, on a worker."""
+"""Blocks spilled to host memory and loaded again, by stages in this process and in others."""
 
 from __future__ import annotations
 
+import contextlib
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
 import pytest
-from moves_tools import SLOTS, spec_of, there_and_back
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from isolated_tools import segments, until
+from moves_tools import LENGTH, SLOTS, batch, moves, spec_of, step, there_and_back
 from test_plain_operators import PlainStage
 from tiny_models import tiny_model
-from worker_tools import Model
+from worker_tools import BLOCKS, Model
 
-from backends.base import DeviceSpec, StageBackend
+from backends.base import DeviceSpec
 from backends.ggml.devices import Device, open_device
+from backends.ggml.moves import runs
 from backends.ggml.stage import GgmlStage
+from hetero.batch import BlockCopy, BlockMove
 from hetero.pipeline.isolated import IsolatedStage
 
 ONE_THREAD = DeviceSpec("CPU", threads=1)
@@ -30,21 +41,21 @@ def device(asynchronous: bool = False) -> Device:
     return found
 
 
-def ours(model: Model, first: int = 0, last: int | None = None) -> StageBackend:
+def ours(model: Model, first: int = 0, last: int | None = None) -> GgmlStage:
     return GgmlStage(model.gguf, model.config, device(), spec_of(model, first, last))
 
 
-def plain(model: Model, first: int = 0, last: int | None = None) -> StageBackend:
-    return PlainStage(model.gguf, model.config, device(), spec_of(model, first, last))
+def plain(model: Model) -> GgmlStage:
+    return PlainStage(model.gguf, model.config, device(), spec_of(model))
 
 
-def threaded(model: Model, first: int = 0, last: int | None = None) -> StageBackend:
+def threaded(model: Model) -> GgmlStage:
     """Loads in a thread, as on a device that copies while it computes."""
-    return PlainStage(model.gguf, model.config, device(True), spec_of(model, first, last))
+    return PlainStage(model.gguf, model.config, device(True), spec_of(model))
 
 
-def isolated(model: Model, first: int = 0, last: int | None = None) -> StageBackend:
-    return IsolatedStage(model.path, model.config, ONE_THREAD, spec_of(model, first, last))
+def apart(model: Model, first: int = 0, last: int | None = None, **options: Any) -> IsolatedStage:
+    return IsolatedStage(model.path, model.config, ONE_THREAD, spec_of(model, first, last), **options)
 
 
 KINDS = {"our kernels": ours, "plain operators": plain, "in a thread": threaded}
@@ -53,16 +64,151 @@ KINDS = {"our kernels": ours, "plain operators": plain, "in a thread": threaded}
 @pytest.mark.parametrize("kind", KINDS)
 def test_there_and_back(model: Model, kind: str) -> None:
     stage = KINDS[kind](model)
-    assert stage.memory()["host"] >= SLOTS * stage.host_memory.slot_bytes(0) > 0
+    host = stage.host_memory
+    assert host is not None and stage.memory()["host"] >= SLOTS * host.slot_bytes(0) > 0
     there_and_back(model, [stage])
-    stage.host_memory.check_invariants()
+    host.check_invariants()
     stage.close()
 
 
 def test_through_two_stages_of_which_one_is_in_a_process_of_its_own(model: Model) -> None:
-    stages = [ours(model, 0, 1), isolated(model, 1)]
-    sizes = [[stage.host_memory.slot_bytes(g) > 0 for g in range(2)] for stage in stages]
+    """What this process sees of the other one's slots is what one stage alone would have in them."""
+    whole, first, second = ours(model), ours(model, 0, 1), apart(model, 1)
+    sizes = [[stage.host_memory.slot_bytes(g) > 0 for g in range(2)] for stage in (first, second)]
     assert sizes == [[True, False], [True, True]]
-    there_and_back(model, stages)
-    for stage in stages:
+    assert second.memory()["host"] == second.host_memory.nbytes
+    assert not segments(), "nothing with a name is left"
+    there_and_back(model, [first, second])
+    ids = list(range(5, 5 + LENGTH))
+    for stages in ([whole], [first, second]):
+        step(stages, batch(model, [3, 5, 7, 9, 11, 13], 0, ids))
+        step(stages, batch(model, spills=moves(model, [5, 7], [2, 0])))
+    for group in range(2):
+        for slot in (2, 0):
+            parts = [s.host_memory.view(group, slot) for s in (first, second)]
+            assert np.array_equal(np.concatenate(parts), whole.host_memory.view(group, slot))
+    second.host_memory.view(0, 2)[:] = second.host_memory.view(0, 0)
+    step([first, second], batch(model, loads=[BlockMove(0, 20, 2)]))
+    step([first, second], batch(model, spills=[BlockMove(0, 20, 4)]))
+    assert np.array_equal(second.host_memory.view(0, 4), second.host_memory.view(0, 0))
+    for stage in (whole, first, second):
         stage.close()
+
+
+def test_slots_that_the_other_process_keeps_to_itself(model: Model) -> None:
+    stage = apart(model, share_host=False)
+    assert stage.host_memory is None and stage.memory()["host"] > 0
+    there_and_back(model, [stage])
+    stage.close()
+
+
+@contextlib.contextmanager
+def held_back(stage: GgmlStage) -> Iterator[threading.Event]:
+    """Loads begin when the event is set."""
+    go, copy = threading.Event(), stage._mover._copy
+
+    def wait(*arguments: Any) -> None:
+        assert go.wait(30)
+        copy(*arguments)
+
+    stage._mover._copy = wait  # type: ignore[method-assign]
+    yield go
+    stage._mover._copy = copy  # type: ignore[method-assign]
+
+
+def test_a_step_computes_while_blocks_are_loaded_and_ends_after_them(model: Model) -> None:
+    stage, ids, done = threaded(model), list(range(5, 25)), []
+    want = step([stage], batch(model, [3, 5], 0, ids))
+    step([stage], batch(model, spills=moves(model, [3], [0])))
+    with held_back(stage) as go:
+        stage.prepare(batch(model, [3, 5], 0, ids, loads=moves(model, [20], [0])), None)
+
+        def compute() -> None:
+            done.append(stage.compute().copy())
+
+        stage.graph_seconds, thread = 0.0, threading.Thread(target=compute)
+        thread.start()
+        until(lambda: stage.graph_seconds > 0)
+        assert thread.is_alive(), "it has computed, and waits for the load"
+        go.set()
+        thread.join(30)
+    assert np.array_equal(done[0], want) and stage.moved_bytes > 0
+    got = step([stage], batch(model, [20, 5], 19, ids[19:]))
+    assert np.array_equal(got, step([stage], batch(model, [3, 5], 19, ids[19:])))
+    stage.close()
+
+
+def test_a_load_that_fails_is_the_steps_error(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    for kind in (threaded, plain):
+        stage = kind(model)
+
+        def fail(*arguments: Any) -> None:
+            raise MemoryError("no slots")
+
+        with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no slots"):
+            patch.setattr(stage._mover, "_copy", fail)
+            step([stage], batch(model, loads=moves(model, [20], [0])))
+        there_and_back(model, [stage])
+        stage.close()
+
+
+OPERATION = st.tuples(
+    st.sampled_from(["write", "spill", "copy", "load"]),
+    st.integers(0, 1),
+    st.integers(1, BLOCKS - 1),
+    st.integers(0, SLOTS - 1),
+    st.integers(1, BLOCKS - 1),
+)
+
+
+@pytest.fixture(scope="module", params=["our kernels", "in a thread"])
+def stage(model: Model, request: pytest.FixtureRequest) -> Iterator[GgmlStage]:
+    it = KINDS[request.param](model)
+    yield it
+    it.close()
+
+
+@given(steps=st.lists(st.lists(OPERATION, max_size=12), max_size=8), seed=st.integers(0, 1 << 20))
+@settings(max_examples=60, deadline=None)
+def test_slots_hold_what_was_last_moved_to_them(stage: GgmlStage, model: Model, steps, seed: int) -> None:
+    """Against dictionaries of blocks and slots; in each step spills, then copies, then loads."""
+    host, rng = stage.host_memory, np.random.default_rng(seed)
+    blocks: dict[tuple[int, int], bytes] = {}
+    slots: dict[tuple[int, int], bytes] = {}
+    for operations in steps:
+        kinds: dict[str, list] = {"spill": [], "copy": [], "load": []}
+        for what, group, block, slot, other in operations:
+            if what == "write":  # between steps, as a disk tier does
+                view = host.view(group, slot)
+                view[:] = rng.integers(0, 256, len(view), np.uint8)
+                slots[group, slot] = view.tobytes()
+            elif what == "copy":
+                kinds[what].append(BlockCopy(group, block, other))
+            else:
+                kinds[what].append(BlockMove(group, block, slot))
+        step([stage], batch(model, spills=kinds["spill"], copies=kinds["copy"], loads=kinds["load"]))
+        for m in kinds["spill"]:
+            _put(slots, (m.group, m.slot), blocks.get((m.group, m.block)))
+        for c in kinds["copy"]:
+            _put(blocks, (c.group, c.dst), blocks.get((c.group, c.src)))
+        for m in kinds["load"]:
+            _put(blocks, (m.group, m.block), slots.get((m.group, m.slot)))
+        for (group, slot), content in slots.items():
+            assert host.view(group, slot).tobytes() == content
+    host.check_invariants()
+
+
+def _put(where: dict[tuple[int, int], bytes], key: tuple[int, int], content: bytes | None) -> None:
+    """Content that nobody knows is nothing."""
+    if content is None:
+        where.pop(key, None)
+    else:
+        where[key] = content
+
+
+def test_moves_that_follow_each_other_go_together() -> None:
+    at = [(0, 5, 2), (0, 6, 3), (0, 7, 5), (1, 8, 6), (1, 9, 7), (1, 11, 8), (1, 12, 8)]
+    assert runs(BlockMove(*m) for m in at) == [
+        (0, 5, 2, 2), (0, 7, 5, 1), (1, 8, 6, 2), (1, 11, 8, 1), (1, 12, 8, 1)
+    ]  # fmt: skip
+    assert runs([]) == []

@@ -15,11 +15,13 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from moves_tools import SLOTS, spec_of, there_and_back
 from tiny_models import tiny_model
 from worker_tools import FULL, ROOT, SECRET, Load, Model, RunningWorker, greedy, run, running_worker
 
 from backends.base import StageLost
-from backends.ggml.devices import DeviceError
+from backends.ggml.devices import DeviceError, open_device
+from backends.ggml.stage import GgmlStage
 from hetero.pipeline import supervise
 from hetero.pipeline.remote import describe
 from hetero.pipeline.supervise import Supervised
@@ -85,6 +87,17 @@ def test_greedy_text_of_a_real_model(worker, smollm2_path):
     there = model.remote(worker)
     assert greedy(model, [there], prompt, 24) == expected
     there.close()
+
+
+def test_blocks_in_the_memory_of_a_worker(worker, tmp_path, tiny):
+    here = GgmlStage(tiny.gguf, tiny.config, open_device("CPU", 1), spec_of(tiny, 0, 1))
+    there = tiny.remote(worker, 1, 3, host_slots=(SLOTS,))
+    assert there.host_memory is None and there.memory()["host"] > SLOTS * 1000
+    there_and_back(tiny, [here, there])
+    here.close()
+    there.close()
+    with pytest.raises(DeviceError, match="main memory left, the blocks that --ram-cache would keep"):
+        tiny.remote(worker, host_slots=(1 << 30,))
 
 
 def test_weights_are_sent_once(worker, tmp_path):

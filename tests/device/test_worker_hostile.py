@@ -6,13 +6,14 @@ import contextlib
 import pickle
 import socket
 from collections.abc import Iterator
+from dataclasses import replace
 
 import numpy as np
 import psutil
 import pytest
 from frames import BAD_FRAMES, frame, head, ping
 from tiny_models import tiny_model
-from worker_tools import SECRET, Load, Model, RunningWorker, running_worker
+from worker_tools import BLOCKS, SECRET, Load, Model, RunningWorker, running_worker
 
 from backends.base import DeviceSpec
 from hetero.pipeline import handshake
@@ -144,7 +145,7 @@ def test_after_the_handshake(worker, tiny):
 BAD_STEPS = {"positions": 1, "cu_seqlens_q": 3, "logits_rows": 4, "slot_mapping": 8, "block_tables": 9}
 
 
-def open_stage(worker: RunningWorker, tiny: Model) -> SocketChannel:
+def open_stage(worker: RunningWorker, tiny: Model, host_slots: tuple[int, ...] = ()) -> SocketChannel:
     """The bare channel of a stage that is open."""
     channel, _ = connect(worker.address, SECRET)
     part = ModelPart(tiny.gguf, tiny.config, 0, tiny.config.n_layer)
@@ -153,7 +154,8 @@ def open_stage(worker: RunningWorker, tiny: Model) -> SocketChannel:
         for chunk in part.chunks():
             channel.send(Kind.CHUNK, {}, [chunk])
         channel.receive(30)
-    channel.send(Kind.OPEN, open_header(part.sha256(), DeviceSpec("CPU"), tiny.spec(), tiny.config.n_embd))
+    spec = replace(tiny.spec(), host_slots=host_slots)
+    channel.send(Kind.OPEN, open_header(part.sha256(), DeviceSpec("CPU"), spec, tiny.config.n_embd))
     while (message := channel.receive(60)).kind == Kind.PROGRESS:
         pass
     assert message.kind == Kind.OPENED, message
@@ -171,6 +173,21 @@ def test_a_step_that_points_outside_of_the_pools(name, worker, tiny):
         channel.receive(30)
     channel.close()
     assert worker.log.count("closed, a step") == seen + 1
+
+
+@pytest.mark.parametrize(("array", "move"), [(6, (0, 1, 4)), (7, (0, BLOCKS, 0))], ids=["spills", "loads"])
+def test_a_move_that_points_outside_of_pools_and_host_memory(array, move, worker, tiny):
+    seen, channel = worker.log.count("closed, a move"), open_stage(worker, tiny, (4,))
+    arrays = step_arrays(tiny.batch(0, IDS), None)
+    for at in ((0, 1, 3), move):
+        arrays[array] = np.array([at], np.int32)
+        channel.send(Kind.STEP, {"step": 1, "groups": 1, "hidden": False}, arrays)
+        if at is not move:
+            assert channel.receive(30).header["moved_bytes"] > 0
+    with pytest.raises(ChannelClosed):
+        channel.receive(30)
+    channel.close()
+    assert worker.log.count("closed, a move") == seen + 1
 
 
 def test_more_steps_at_once_than_there_are_buffers(worker, tiny):

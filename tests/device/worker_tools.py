@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -131,9 +132,14 @@ class Model:
         return StageSpec(first, last, self.group_of, groups, self.max_tokens, self.max_tokens)
 
     def remote(
-        self, worker: RunningWorker, first: int = 0, last: int | None = None, blocks: int = BLOCKS
+        self,
+        worker: RunningWorker,
+        first: int = 0,
+        last: int | None = None,
+        blocks: int = BLOCKS,
+        host_slots: tuple[int, ...] = (),
     ) -> RemoteStage:
-        spec = self.spec(first, last, blocks)
+        spec = replace(self.spec(first, last, blocks), host_slots=host_slots)
         part = ModelPart(self.gguf, self.config, spec.first, spec.last)
         return RemoteStage(part, self.config, DeviceSpec("CPU", worker=worker.address), spec, SECRET)
 

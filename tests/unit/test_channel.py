@@ -6,23 +6,17 @@ import json
 import multiprocessing
 import threading
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from backends.base import DeviceSpec
-from backends.ggml.stage import StageSpec
-from hetero.batch import BlockCopy
-from hetero.pipeline import messages
 from hetero.pipeline.channel import (
     MAX_ARRAYS,
     MAX_HEAD_BYTES,
     ChannelClosed,
     Kind,
-    Message,
     WireError,
     decode_head,
     encode_head,
@@ -223,148 +217,3 @@ def test_a_payload_shorter_than_its_head_says(ends: tuple[PipeChannel, PipeChann
     sender._connection.send_bytes(b"short")
     with pytest.raises(WireError):
         receiver.receive(5.0)
-
-
-# -- stages and steps ------------------------------------------------------------------------------
-
-SPEC = StageSpec(1, 3, {1: 0, 2: 1}, (5, 7), max_tokens=8, max_logits=4, depth=2, value_type="q8_0")
-
-
-def test_specs_travel() -> None:
-    device = DeviceSpec("CPU", "x", threads=3, cores=(1, 2), endpoint="h:1")
-    header = json.loads(json.dumps(messages.open_header("m.gguf", device, SPEC, 64)))
-    assert messages.read_device(header) == device and messages.read_stage(header) == SPEC
-    for part, changed in (
-        ("stage", header["stage"] | {"first": -1}),
-        ("stage", header["stage"] | {"more": 1}),
-        ("stage", header["stage"] | {"group_of": [[1]]}),
-        ("stage", header["stage"] | {"key_type": "f8"}),
-        ("stage", header["stage"] | {"value_type": None}),
-        ("stage", {"first": 0}),
-        ("stage", None),
-        ("device", {"threads": 1}),
-        ("device", header["device"] | {"pointer": 1}),
-    ):
-        with pytest.raises(WireError):
-            messages.read_stage(header | {part: changed})
-            messages.read_device(header | {part: changed})
-
-
-HIDDEN = np.random.default_rng(0).random((4, 64), np.float32)
-
-
-def batch() -> messages.WireBatch:
-    """Two sequences of 3 and 1 tokens at positions 14 to 16 and 0."""
-    tables = [np.array([[1, 2], [3, 0]], np.int32), np.array([[6, 5], [4, 0]], np.int32)]
-    return messages.WireBatch(
-        input_ids=np.array([5, 6, 7, 8], np.int32),
-        positions=np.array([14, 15, 16, 0], np.int32),
-        slot_mapping=[np.array([30, 31, 32, 48], np.int32), np.array([110, 111, 80, 64], np.int32)],
-        block_tables=tables,
-        context_lens=np.array([17, 1], np.int32),
-        cu_seqlens_q=np.array([0, 3, 4], np.int32),
-        logits_rows=np.array([2, 3], np.int32),
-        copies=[BlockCopy(1, 2, 3)],
-        only_argmax=False,
-    )
-
-
-def received(step: messages.WireBatch, hidden: np.ndarray | None) -> Message:
-    header = {
-        "groups": len(step.slot_mapping), "hidden": hidden is not None, "only_argmax": step.only_argmax,
-    }  # fmt: skip
-    return Message(Kind.STEP, header, messages.step_arrays(step, hidden))
-
-
-def test_a_step_travels() -> None:
-    step, rows = messages.read_step(received(batch(), HIDDEN), SPEC, 64)
-    assert rows is HIDDEN and step.copies == [BlockCopy(1, 2, 3)] and not step.only_argmax
-    greedy = replace(batch(), only_argmax=True)
-    assert messages.read_step(received(greedy, HIDDEN), SPEC, 64)[0].only_argmax
-    for a, b in zip(messages.step_arrays(step, None), messages.step_arrays(batch(), None), strict=True):
-        assert same(a, b)
-    size = payload_bytes(messages.step_arrays(batch(), HIDDEN))
-    assert size <= messages.largest_step(SPEC, 64)
-
-
-@pytest.mark.parametrize(
-    ("field", "value"),
-    [
-        ("positions", [14, 15, 32, 0]),
-        ("positions", [14, 15, -1, 0]),
-        ("positions", [14, 15, 16]),
-        ("context_lens", [33, 1]),
-        ("context_lens", [17, 0]),
-        ("cu_seqlens_q", [0, 3, 5]),
-        ("cu_seqlens_q", [0, 4, 4]),
-        ("cu_seqlens_q", [1, 3, 4]),
-        ("logits_rows", [2, 4]),
-        ("logits_rows", [0, 1, 2, 3, 3]),
-        ("input_ids", [5]),
-    ],
-)
-def test_a_step_that_cannot_be_right(field: str, value: list[int]) -> None:
-    step = batch()
-    setattr(step, field, np.array(value, np.int32))
-    with pytest.raises(WireError):
-        messages.read_step(received(step, HIDDEN), SPEC, 64)
-
-
-@pytest.mark.parametrize("group", [0, 1])
-@pytest.mark.parametrize(
-    ("field", "value"), [("slot_mapping", 112), ("slot_mapping", -1), ("block_tables", 7)]
-)
-def test_a_step_outside_of_the_pools(group: int, field: str, value: int) -> None:
-    step = batch()
-    getattr(step, field)[group].flat[1] = value
-    with pytest.raises(WireError):
-        messages.read_step(received(step, HIDDEN), SPEC, 64)
-
-
-@pytest.mark.parametrize(
-    "copy", [BlockCopy(2, 0, 0), BlockCopy(0, 5, 0), BlockCopy(1, 0, 7), BlockCopy(-1, 0, 0)]
-)
-def test_a_copy_outside_of_the_pools(copy: BlockCopy) -> None:
-    step = batch()
-    step.copies = [copy]
-    with pytest.raises(WireError):
-        messages.read_step(received(step, HIDDEN), SPEC, 64)
-
-
-def test_hidden_rows_of_the_wrong_shape() -> None:
-    with pytest.raises(WireError):
-        messages.read_step(received(batch(), None), SPEC, 64)
-    with pytest.raises(WireError):
-        messages.read_step(received(batch(), HIDDEN), replace(SPEC, first=0), 64)
-    for hidden in (
-        np.zeros((4, 63), np.float32),
-        np.zeros((3, 64), np.float32),
-        np.zeros((4, 64), np.float16),
-    ):
-        with pytest.raises(WireError):
-            messages.read_step(received(batch(), hidden), SPEC, 64)
-
-
-def test_results_of_the_wrong_shape() -> None:
-    rows, best = np.zeros((2, 9), np.float32), np.zeros(2, np.int32)
-
-    def read(values: list[np.ndarray], greedy: bool = False, **header: object) -> tuple:
-        message = Message(Kind.RESULT, {"argmax": True, "graph_seconds": 0.5} | header, values)
-        return messages.result_of(message, 2, 9, greedy)
-
-    result, argmax, seconds = read([rows, best])
-    assert result is rows and argmax is best and seconds == 0.5
-    assert read([rows], argmax=False)[1] is None
-    assert read([rows[:0], best], greedy=True)[1] is best and read([rows], greedy=True, argmax=False)
-    for values, header in (
-        ([rows], {}),
-        ([rows[:1], best], {}),
-        ([rows, best[:1]], {}),
-        ([best, best], {}),
-        ([rows, best], {"graph_seconds": "1"}),
-        ([rows[:0], best], {}),
-        ([rows, best], {"greedy": True}),
-        ([rows[:0]], {"greedy": True, "argmax": False}),
-    ):
-        with pytest.raises(WireError):
-            read(values, **header)
