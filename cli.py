@@ -20,6 +20,7 @@ from hetero.commands.options import (
     temperature_option,
 )
 from hetero.config import LOG_LEVELS, parse_size
+from hetero.kv_types import parse_several
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
@@ -154,7 +155,12 @@ def doctor(kernels: bool, as_json: bool) -> None:
 
 @main.command()
 @click.argument("reference", metavar="REF")
-@click.argument("other", metavar="OTHER")
+@click.argument("other", metavar="OTHER", required=False)
+@click.option(
+    "--kv-type",
+    metavar="TYPE,TYPE",
+    help="In place of OTHER: REF itself with its KV cache in these formats, against f16.",
+)
 @click.option(
     "--text", type=click.Path(path_type=Path), metavar="FILE", help="Text to read. Default: a packaged one."
 )
@@ -191,7 +197,8 @@ def doctor(kernels: bool, as_json: bool) -> None:
 @json_option
 def quality(
     reference: str,
-    other: str,
+    other: str | None,
+    kv_type: str | None,
     text: Path | None,
     tokens: int,
     ctx: int,
@@ -209,15 +216,27 @@ def quality(
     \b
     Example:
       hetero quality f16.gguf q5_k_m.gguf --max-kl 0.02 --min-top1 0.93
+      hetero quality model.gguf --kv-type fp8,q8_0 --ctx 4096
     """
+    if (other is None) == (kv_type is None):
+        raise click.UsageError("give OTHER, or --kv-type")
     if tokens < ctx:
         raise click.UsageError(f"--tokens {tokens} is less than one window of --ctx {ctx}")
     loaded = load_settings(given)
     from hetero.commands import quality as command
 
-    wanted = command.Comparand(reference, other, text, tokens, ctx)
     bounds = command.Bounds(max_kl, max_ppl_ratio, min_top1)
-    sys.exit(command.quality(loaded.settings, wanted, bounds, as_json))
+    if other is not None:
+        wanted = command.Comparand(reference, other, text, tokens, ctx)
+        sys.exit(command.quality(loaded.settings, wanted, bounds, as_json))
+    from hetero.commands import quality_kv
+
+    try:
+        kinds = tuple(parse_several(kv_type or ""))
+    except ValueError as exc:
+        raise click.UsageError(f"--kv-type: {exc}") from None
+    formats = quality_kv.Formats(reference, kinds, text, tokens, ctx)
+    sys.exit(quality_kv.quality(loaded.settings, formats, bounds, as_json))
 
 
 @main.command()

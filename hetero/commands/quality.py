@@ -11,7 +11,8 @@ import contextlib
 import dataclasses
 import json
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -33,6 +34,8 @@ if TYPE_CHECKING:
     from hetero.pipeline.runner import Runner
 
 TOKENS_KEY = "tokenizer.ggml.tokens"
+LOADING = 0.2  # of the progress
+Run = tuple["Runner", tuple["KVGroup", ...]]
 
 
 class QualityError(Exception):
@@ -94,13 +97,14 @@ def check_vocabularies(reference: Prepared, other: Prepared) -> None:
     raise QualityError(f"{paths} have different vocabularies: token {at} is " + " and ".join(shown))
 
 
-def check_memory(reference: Prepared, other: Prepared) -> None:
-    """Raise LaunchError unless both fit side by side: they are computed in turns, chunk by chunk."""
-    needed = reference.plan.total_bytes + other.plan.total_bytes
-    usable = int(reference.plan.free_bytes * SPARE)
+def check_memory(*models: Prepared) -> None:
+    """Raise LaunchError unless all fit side by side: they are computed in turns, chunk by chunk."""
+    needed = sum(model.plan.total_bytes for model in models)
+    usable = int(models[0].plan.free_bytes * SPARE)
     if needed > usable:
+        all_of_them = "both models" if len(models) == 2 else f"the model {len(models)} times"
         raise LaunchError(
-            f"not enough memory on {reference.choice.device.name} for both models: they need "
+            f"not enough memory on {models[0].choice.device.name} for {all_of_them}: they need "
             f"{format_size(needed)}, {format_size(needed - usable)} more than can be used"
         )
 
@@ -108,24 +112,36 @@ def check_memory(reference: Prepared, other: Prepared) -> None:
 def compare(
     settings: Settings, reference: Prepared, other: Prepared, windows: np.ndarray, progress: ProgressCallback
 ) -> Summary:
-    """Load both models and run them side by side over the windows int32 [W, ctx].
+    """Load both models and run them side by side. Raises LaunchError, QualityError."""
+    names = ("the reference", "the other model")
+    return compare_all(settings, (reference, other), names, windows, progress)[0]
+
+
+def compare_all(
+    settings: Settings,
+    models: Sequence[Prepared],
+    names: Sequence[str],
+    windows: np.ndarray,
+    progress: ProgressCallback,
+) -> list[Summary]:
+    """Compare the first model with each of the others in one pass over the windows int32 [W, ctx].
 
     Never more than one chunk's logits of each model exist. Raises LaunchError, QualityError.
     """
     small = limited(settings, windows.shape[1])
-    comparison = Comparison()
+    comparisons, share = [Comparison() for _ in models[1:]], LOADING / len(models)
     with contextlib.ExitStack() as opened:
-        pair = []
-        for i, prepared in enumerate((reference, other)):
-            label = "the reference" if i == 0 else "the other model"
-            runner = open_runner(prepared, small, _part(progress, label, 0.1 * i, 0.1))
+        runs: list[Run] = []
+        for i, (prepared, name) in enumerate(zip(models, names, strict=True)):
+            runner = open_runner(prepared, small, _part(progress, name, i * share, share))
             opened.callback(runner.close)
-            pair.append((runner, prepared.plan.groups))
+            runs.append((runner, prepared.plan.groups))
+        pool = opened.enter_context(ThreadPoolExecutor(len(comparisons)))  # numpy lets go of the GIL
         for number, window in enumerate(windows):
             done = number / len(windows)
-            progress(f"comparing, {int(10 * done) * 10} %", 0.2 + 0.8 * done)
-            _score(comparison, pair, window, (reference, other), number)
-    return comparison.summary()
+            progress(f"comparing, {int(10 * done) * 10} %", LOADING + (1 - LOADING) * done)
+            _score(comparisons, runs, window, models, number, pool)
+    return [comparison.summary() for comparison in comparisons]
 
 
 def _part(progress: ProgressCallback, label: str, start: float, share: float) -> Callable[[str, float], None]:
@@ -133,21 +149,28 @@ def _part(progress: ProgressCallback, label: str, start: float, share: float) ->
 
 
 def _score(
-    comparison: Comparison,
-    pair: list[tuple[Runner, tuple[KVGroup, ...]]],
+    comparisons: Sequence[Comparison],
+    runs: Sequence[Run],
     window: np.ndarray,
-    models: tuple[Prepared, Prepared],
+    models: Sequence[Prepared],
     number: int,
+    pool: ThreadPoolExecutor,
 ) -> None:
-    """Compute a window with both models and take in its second half."""
-    for chunks in zip(*(_logits(runner, groups, window) for runner, groups in pair), strict=True):
-        (rows, first), (_, second) = chunks
-        try:
-            comparison.add(first, second, window[rows + 1])
-        except NotFiniteError as exc:
-            path = models[not exc.of_reference].model.path
-            place = f"window {number + 1}, position {rows[exc.row]}"
-            raise QualityError(f"{path} gives logits that are not finite ({place})") from None
+    """Compute a window with all models and take in its second half."""
+    for chunks in zip(*(_logits(runner, groups, window) for runner, groups in runs), strict=True):
+        (rows, first), *others = chunks
+        targets = window[rows + 1]
+        added = [
+            pool.submit(comparison.add, first, other, targets)
+            for comparison, (_, other) in zip(comparisons, others, strict=True)
+        ]
+        for model, one in zip(models[1:], added, strict=True):
+            try:
+                one.result()
+            except NotFiniteError as exc:
+                path = (models[0] if exc.of_reference else model).model.path
+                place = f"window {number + 1}, position {rows[exc.row]}"
+                raise QualityError(f"{path} gives logits that are not finite ({place})") from None
 
 
 def _logits(
@@ -191,6 +214,13 @@ def _report(
         "windows": windows,
         "tokens_scored": found.tokens,
         **models,
+        **distances(found),
+    }
+
+
+def distances(found: Summary) -> dict[str, Any]:
+    """How far apart two models are, as --json prints it."""
+    return {
         "ppl_ratio": dataclasses.asdict(found.ppl_ratio),
         "kl": {
             "mean": found.kl_mean.value,
@@ -210,15 +240,20 @@ def _show(reference: Prepared, other: Prepared, windows: np.ndarray, found: Summ
         ("model", *(m.model.name for m in models)),
         ("format", *(quantization(m.gguf) for m in models)),
         ("size", *(format_size(m.gguf.nbytes) for m in models)),
-        ("perplexity", _plus_minus(found.reference_ppl, 4), _plus_minus(found.other_ppl, 4)),
-        ("perplexity ratio", "", _plus_minus(found.ppl_ratio, 5)),
-        ("KL divergence, mean", "", f"{_plus_minus(found.kl_mean, 6)} nats"),
+        ("perplexity", plus_minus(found.reference_ppl, 4), plus_minus(found.other_ppl, 4)),
+        ("perplexity ratio", "", plus_minus(found.ppl_ratio, 5)),
+        ("KL divergence, mean", "", f"{plus_minus(found.kl_mean, 6)} nats"),
         ("  90 % are below", "", f"{found.kl_p90:.6f}"),
         ("  99 % are below", "", f"{found.kl_p99:.6f}"),
         ("  largest", "", f"{found.kl_max:.6f}"),
         ("same likeliest token", "", f"{100 * found.top1:.2f} %"),
         ("tokens scored", "", f"{found.tokens:,} in {len(windows):,} windows of {windows.shape[1]:,}"),
     ]
+    show_table(header, rows)
+
+
+def show_table(header: tuple[str, ...], rows: list[tuple[str, ...]]) -> None:
+    """A table for people; with colours on a terminal."""
     if not sys.stdout.isatty():
         print_table(header, rows)
         return
@@ -234,5 +269,5 @@ def _show(reference: Prepared, other: Prepared, windows: np.ndarray, found: Summ
     Console(highlight=False).print(table)
 
 
-def _plus_minus(estimate: Estimate, digits: int) -> str:
+def plus_minus(estimate: Estimate, digits: int) -> str:
     return f"{estimate.value:.{digits}f} ± {estimate.error:.{digits}f}"

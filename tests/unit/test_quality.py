@@ -20,9 +20,12 @@ from hypothesis.extra import numpy as hnp
 from tiny_models import libllama_logits, tiny_model
 
 import cli
+from backends.ggml.layers import DeviceLayers
+from backends.ggml.stage import GgmlStage
 from hetero import windows
 from hetero.commands import quality as command
 from hetero.config import Settings
+from hetero.plan.devices import DeviceChoice
 from hetero.text.tokenizer import Tokenizer
 from quant.quality import Bounds, Comparison, Estimate, NotFiniteError, Summary
 
@@ -285,6 +288,47 @@ def test_the_table_says_all(tmp_path: Path, text: Path):
     assert "the reference: loading" in result.stderr and "comparing" in result.stderr
 
 
+@pytest.fixture
+def plain_operators(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The CPU as a device without kernels of ours."""
+    monkeypatch.setattr(GgmlStage, "_kind", lambda self: DeviceLayers)
+    monkeypatch.setattr(DeviceChoice, "own_kernels", False)
+    monkeypatch.setenv("HETERO_ISOLATE", "off")  # else it would be somewhere else
+
+
+def test_formats_of_the_kv_cache(tmp_path: Path, text: Path, plain_operators: None):
+    model = tiny_model(tmp_path / "tiny.gguf", head_dim=32)
+    arguments = (
+        model,
+        "--kv-type",
+        "q8_0,k=q8_0,v=f16,fp8,f16",
+        "--text",
+        text,
+        "--tokens",
+        128,
+        "--ctx",
+        64,
+    )
+    found = report(*arguments, "--max-kl", 0.1)
+    formats = {one["kv_type"]: one for one in found["formats"]}
+    assert [one["kept"] for one in formats.values()] == ["q8_0", "k=q8_0,v=f16", "q8_0", "f16"]
+    assert (formats["f16"]["kl"]["max"], formats["f16"]["top1_agreement"]) == (0, 1)
+    assert formats["fp8"]["kl"] == formats["q8_0"]["kl"]
+    assert 0 < formats["k=q8_0,v=f16"]["kl"]["mean"] < 0.01 and 0 < formats["q8_0"]["kl"]["mean"] < 0.01
+    assert found["tokens_scored"] == 2 * 31 and found["broken"] == []
+
+    failed = run(*arguments, "--max-kl", 1e-9)
+    assert failed.exit_code == 1
+    lines = [line for line in failed.stderr.splitlines() if line.startswith("hetero: ")]
+    assert [line.split()[1] for line in lines] == ["q8_0:", "k=q8_0,v=f16:", "fp8:"]
+    assert "fp8 (kept as q8_0)" in failed.stdout and "62 scored in 2 windows of 64" in failed.stdout
+
+
+def test_a_format_that_the_heads_do_not_fit(tmp_path: Path, text: Path):
+    model = tiny_model(tmp_path / "tiny.gguf", head_dim=16)
+    assert_one_line(run(model, "--kv-type", "f16,q8_0", "--text", text), "--kv-type q8_0", "multiple of 32")
+
+
 def test_different_vocabularies_are_refused(tmp_path: Path, text: Path):
     first = tiny_model(tmp_path / "a.gguf")
     longer = tiny_model(tmp_path / "b.gguf", "gemma3")
@@ -318,6 +362,9 @@ def test_bad_input_is_one_line(tmp_path: Path, text: Path):
     [
         (),
         ("a.gguf",),
+        ("a.gguf", "b.gguf", "--kv-type", "fp8"),
+        ("a.gguf", "--kv-type", "fp8,f8"),
+        ("a.gguf", "--kv-type", ""),
         ("a.gguf", "b.gguf", "--tokens", 100),
         ("a.gguf", "b.gguf", "--tokens", 0),
         ("a.gguf", "b.gguf", "--ctx", 4),
