@@ -8,7 +8,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-kernels bench-attention bench-memory bench-pipeline bench-uneven install clean
+.PHONY: serve test lint docs bench bench-drafts bench-kernels bench-attention bench-memory bench-pipeline bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -30,6 +30,10 @@ bench: $(STAMP) $(BENCH_STAMP)
 # Our matmul and ggml's at the same matrices.
 bench-kernels: $(STAMP)
 	$(BIN)/python tests/bench/kernels.py $(ARGS)
+
+# What guessing the next tokens costs, and how often the guesses are right.
+bench-drafts: $(STAMP)
+	$(BIN)/python -m tests.bench.proposers $(ARGS)
 
 # How fast our attention reads keys and values while decoding.
 bench-attention: $(STAMP)

@@ -26,7 +26,7 @@ class NgramProposer:
     run of more than `automaton.REFRESH` equal tokens. A draft that reaches the end of the text goes on with
     itself, as the text would if it repeated.
 
-    Takes about 80 bytes a token (tests/bench/spec.py).
+    Takes about 80 bytes a token (make bench-drafts).
     """
 
     name = "ngram"

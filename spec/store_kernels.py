@@ -116,7 +116,7 @@ def lookup(text, end, hint, words, counts, chain, index, state):
     is a variant of. `text`: int32 words of one scope. `hint`: a place that may well be it, or -1.
     """
     places = np.empty(CHAIN + 2, np.int64)
-    best, best_length, best_rank, best_count = -1, 0, SHORT - 1, -1
+    best, best_length, best_rank, best_count = -1, 0, SHORT - 1, 255
     for i in range(_candidates(text, end, hint, places, words, chain, index, state)):
         place = places[i]
         if place < 0 or words[_after(place, words)] == 0:
