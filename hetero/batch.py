@@ -37,7 +37,7 @@ class Step:
     the last of the scheduled ones, and the rows from the last known token on all give logits.
 
     `spills` happen before anything else of the step, in particular before the copies. `loads` come
-    after them and end before the *next* step computes: no token of this step attends what they bring.
+    after them and end before anything of the *next* step: no token of this step attends what they bring.
     A step may have moves alone and no requests.
     """
 
@@ -131,7 +131,7 @@ def _logits_rows(step: Step, cu_seqlens: np.ndarray) -> np.ndarray:
 
 
 def _pad(tables: Sequence[list[int]]) -> np.ndarray:
-    out = np.zeros((len(tables), max(map(len, tables))), np.int32)
+    out = np.zeros((len(tables), max(map(len, tables), default=0)), np.int32)
     for row, table in zip(out, tables, strict=True):
         row[: len(table)] = table
     return out

@@ -93,7 +93,8 @@ class Engine:
 
     @property
     def has_work(self) -> bool:
-        return bool(self._generations)
+        """Whether requests are here, or a step that only moves blocks is in flight."""
+        return bool(self._generations) or bool(self._flights)
 
     def add(self, request: Request, sink: Sink, grammar: GrammarLike | None = None) -> None:
         """Queue a request; `sink` gets its deltas, the last with a finish_reason. RequestError

@@ -41,6 +41,8 @@ class Request:
     status: RequestStatus = RequestStatus.WAITING
     num_computed_tokens: int = 0
     num_cached_tokens: int = 0  # prompt tokens that were found, not computed
+    tier_tokens: dict[str, int] = field(default_factory=dict)  # of these in "host" memory or on "disk"
+    cache_scope: str = ""  # finds only what requests of the same scope have computed
     block_tables: list[list[int]] = field(default_factory=list)
     num_preemptions: int = 0
     finish_reason: FinishReason | None = None
@@ -54,6 +56,11 @@ class Request:
     @property
     def num_tokens(self) -> int:
         return len(self.prompt_token_ids) + len(self.output_token_ids)
+
+    def forget_found(self) -> None:
+        """Nothing was found after all."""
+        self.num_cached_tokens = 0
+        self.tier_tokens.clear()
 
     def token_ids(self, start: int, stop: int) -> list[int]:
         """Tokens [start, stop) of prompt + output, without building the whole list."""

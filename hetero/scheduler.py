@@ -140,9 +140,9 @@ class Scheduler:
     # -- deciding ------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to compute now.
+        """The next step, or None when there is nothing to compute or to move now.
 
-        None with nothing in flight means that no request is here.
+        None with nothing in flight means that no request is here. A step without requests has moves.
         """
         self._last_step_id += 1
         step = Step(self._last_step_id)
@@ -151,7 +151,8 @@ class Scheduler:
         self._schedule_running(step, most)
         self._schedule_waiting(step, most)
         self._add_drafts(step)
-        if not step.requests:
+        step.spills, step.loads = self.kv.host.spills, self.kv.host.loads
+        if not (step.requests or step.spills or step.loads):
             return None
         self._steps[step.step_id] = step
         self.counters.steps += 1
@@ -160,21 +161,23 @@ class Scheduler:
     def _schedule_running(self, step: Step, most: int) -> None:
         ready = self.micro_batch()
         newcomers = bool(self._waiting) and len(self._running) < self.max_num_seqs
-        set_aside = shares.kept_for_newcomers(most, newcomers)
-        set_aside += sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)
+        kept = shares.kept_for_newcomers(most, newcomers)
+        streams = sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)  # still to be served
         for request in ready:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one in this very step
             budget = most - step.num_tokens
             if request.num_tokens - request.num_computed_tokens == 1:
-                set_aside -= 1
+                streams -= 1
+                kept_blocks = 0
             else:
-                budget -= set_aside
+                budget -= kept + streams
+                kept_blocks = streams
             if budget < 1:
                 continue
-            count = self._claim(request, budget, step)
+            count = self._claim(request, budget, step, kept_blocks)
             while count == 0 and self._preempt_newer_than(request, step):
-                count = self._claim(request, budget, step)
+                count = self._claim(request, budget, step, kept_blocks)
             if count:
                 self._put(request, count, step)
 
@@ -189,12 +192,12 @@ class Scheduler:
             request = self._waiting[0]
             if not self._may_admit(request):
                 break
-            self.kv.match(request)
+            self.kv.match(request, load=False)
             if self._running and not self._admission.has_room(self._running, request):
                 self._take_back(request)
                 self._admission.refuse(request, step.step_id)
                 break
-            count = self._claim(request, most - step.num_tokens, step)
+            count = self._claim(request, most - step.num_tokens, step, 0)
             if count == 0:
                 self._take_back(request)
                 break
@@ -203,7 +206,8 @@ class Scheduler:
             if request.status is RequestStatus.WAITING:
                 self.counters.prompt_tokens += len(request.prompt_token_ids)
             request.status = RequestStatus.RUNNING
-            self._put(request, count, step)
+            if count:
+                self._put(request, count, step)
 
     def micro_batch(self) -> list[Request]:
         """The running requests that the next step serves, in order: about 1/P of what all that run
@@ -224,14 +228,20 @@ class Scheduler:
             itertools.chain(self._running, soon), self.max_num_batched_tokens, self.pipeline_depth
         )
 
-    def _claim(self, request: Request, budget: int, step: Step) -> int:
-        """Reuse what is cached, then take blocks for up to `budget` further tokens."""
+    def _claim(self, request: Request, budget: int, step: Step, kept: int) -> int | None:
+        """Reuse what is cached, then take blocks for up to `budget` further tokens, but leave `kept` free.
+
+        Returns for how many there is room. None: it waits for what is loaded, by this step or the next.
+        """
         if request.block_tables:
             self.kv.trim(request)  # steps in flight have block tables of their own
         if request.num_tokens - request.num_computed_tokens > 1:
-            self.kv.match(request)
-            step.copies += self.kv.match_tail(request)
-        return self.kv.allocate(request, min(budget, request.num_tokens - request.num_computed_tokens))
+            self.kv.match(request, kept=kept)
+            if not self.kv.waits(request):
+                step.copies += self.kv.match_tail(request)
+        if self.kv.waits(request):
+            return None
+        return self.kv.allocate(request, min(budget, request.num_tokens - request.num_computed_tokens), kept)
 
     def _put(self, request: Request, count: int, step: Step) -> None:
         start = request.num_computed_tokens
@@ -267,13 +277,13 @@ class Scheduler:
         self.kv.release(request, cache=False)
         request.num_computed_tokens = 0
         if request.num_preemptions == 0:
-            request.num_cached_tokens = 0
+            request.forget_found()
 
     def _preempt_newer_than(self, request: Request, step: Step) -> bool:
         """Preempt the newest running request for `request`. False when it has to wait instead:
-        it is the newest itself, the newest is in flight, or copies that end soon hold blocks."""
+        it is the newest itself, the newest is in flight, or steps that end soon hold blocks."""
         newest = self._running[-1]
-        if newest is request or newest.in_flight or self.kv.num_pinned:
+        if newest is request or newest.in_flight or self.kv.blocks_come_free():
             return False
         self._running.pop()
         self.kv.release(newest, cache=True)
@@ -311,7 +321,7 @@ class Scheduler:
         trusted any more.
         """
         del self._steps[step.step_id]
-        self.kv.unpin(step.copies)
+        self.kv.end_step(step)
         if failed:
             self._doomed.update(self._steps)
         failed = failed or self.is_doomed(step)
@@ -384,7 +394,7 @@ class Scheduler:
         self._admission_held = False
         self._admission.forget_refusal()
         self.counters.finished[reason] += 1
-        self.counters.cached_tokens += request.num_cached_tokens
+        self.counters.count_found(request)
 
     def _distrust_cache(self) -> None:
         """After a failure: what is not in flight may rest on blocks that were never computed."""
@@ -392,7 +402,7 @@ class Scheduler:
             if not request.in_flight:
                 self.kv.release(request, cache=False)
                 request.num_computed_tokens = 0
-                request.num_cached_tokens = 0
+                request.forget_found()
         self.kv.clear_cache()
 
     def check_invariants(self, known: Collection[Request] = ()) -> None:
@@ -424,4 +434,5 @@ class Scheduler:
             assert 0 <= request.num_cached_tokens < len(request.prompt_token_ids)
             if request.status is RequestStatus.FINISHED:
                 assert not request.block_tables and (self._doomed or not request.in_flight)
-        assert self.kv.num_pinned == sum(len(step.copies) for step in self._steps.values())
+        steps = self._steps.values()
+        assert self.kv.num_pinned == sum(len(step.copies) + len(step.loads) for step in steps)

@@ -6,7 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
-from hetero.request import FinishReason
+from hetero.request import FinishReason, Request
 
 # Seconds. Wide enough for one token of a small model as well as for a long prompt on a slow device.
 TOKEN_BOUNDS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5)
@@ -22,7 +22,17 @@ class SchedulerCounters:
     prompt_tokens: int = 0  # of the requests that were admitted
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens of ended requests that were found, not computed
+    tier_tokens: dict[str, int] = field(default_factory=dict)  # of these in a lower tier, by its name
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
+
+    def count_found(self, request: Request) -> None:
+        """Take in what an ended request has found in the cache."""
+        left = request.num_cached_tokens
+        self.cached_tokens += left
+        for tier, tokens in request.tier_tokens.items():
+            tokens = min(tokens, left)  # a block may hold more than a request still needed
+            self.tier_tokens[tier] = self.tier_tokens.get(tier, 0) + tokens
+            left -= tokens
 
 
 class Histogram:

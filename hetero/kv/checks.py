@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 def check_manager(kv: KVManager) -> None:
     """Raise AssertionError unless all agree. O(everything)."""
     kv.tree.check_invariants()
+    kv.host.check_invariants()
     references = Counter(kv._pins)
     for cursor in kv._cursors.values():
         _check_tables(kv, cursor)
@@ -22,13 +23,22 @@ def check_manager(kv: KVManager) -> None:
             references.update((g, block) for block in table if block != SCRATCH_BLOCK)
     assert kv.num_pinned == sum(kv._pins.values())
     owned: dict[tuple[int, int], Node] = {}
+    slots: dict[tuple[int, int], Node] = {}
     for node in kv.tree.nodes():
-        assert any(node.blocks) or node.children, "an empty leaf"
-        for g, kept in enumerate(node.blocks):
-            assert kept is not None or kv.groups[g].window is not None, "a hole in a full group"
+        assert not node.is_empty, "an empty leaf"
+        for g, (kept, slot) in enumerate(zip(node.blocks, node.slots, strict=True)):
+            somewhere = kept is not None or slot is not None
+            assert somewhere or kv.groups[g].window is not None, "a hole in a full group"
             if kept is not None:
                 assert (g, kept) not in owned, f"block {kept} of group {g} is in two nodes"
                 owned[g, kept] = node
+            if slot is not None:
+                assert len(node.tokens) == kv.block_size, "a tail in host memory"
+                assert (g, slot) not in slots, f"slot {slot} of group {g} is in two nodes"
+                slots[g, slot] = node
+    for g, places in enumerate(kv.host.slots):
+        for slot in range(places.num_slots):
+            assert places.owner(slot) is slots.get((g, slot)), f"slot {slot} of group {g}"
     for g, pool in enumerate(kv.pools):
         pool.check_invariants()
         for block in range(pool.num_blocks):

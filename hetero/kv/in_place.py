@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING
 
 from hetero.batch import BlockCopy
 from hetero.kv.block_pool import SCRATCH_BLOCK
+from hetero.kv.leaving import detach, prune
 from hetero.kv.prefix_tree import Node
 from hetero.request import Request
 
@@ -42,7 +43,7 @@ def continue_tail(kv: KVManager, cursor: _Cursor, whole: bool) -> bool:
     """Let the request write on in the block that has its next tokens, right behind the matched blocks.
 
     `whole`: only if nothing is lost, that is, all of a tail is matched and there is room behind it. Else
-    what the cache has in and behind that block is given up. The block is out of the tree until it is
+    what the cache has in that block leaves as if it were reclaimed. The block is out of the tree until it is
     full; a request that is released before puts it back.
     """
     request, size = cursor.request, kv.block_size
@@ -66,8 +67,10 @@ def continue_tail(kv: KVManager, cursor: _Cursor, whole: bool) -> bool:
         assert block is not None
         pool.acquire(block)
         table.append(block)
-    kv.drop(node)
-    kv.prune(cursor.node)
+    for g in range(len(kv.pools)):
+        if kv.tree.attached(node) and node.blocks[g] is not None:
+            detach(kv, node, g)
+    prune(kv, cursor.node)
     cursor.tail = length
     kv.advance(request, start + length)
     return True
@@ -91,7 +94,7 @@ def move_matched(kv: KVManager, cursor: _Cursor) -> list[BlockCopy]:
             source, node = table[i], path[i]
             table[i] = target
             copies.append(kv.pin(g, source, target))
-            if node.blocks[g] == source and pool.ref_counts[source] == 1:
+            if kv.tree.attached(node) and node.blocks[g] == source and pool.ref_counts[source] == 1:
                 pool.forget(source)
                 pool.keep(target, node)
                 node.blocks[g], node.step_id = target, kv.step_id

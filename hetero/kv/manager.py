@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from hetero.batch import BlockCopy
+from hetero.batch import BlockCopy, BlockMove, Step
 from hetero.kv.block_pool import SCRATCH_BLOCK, BlockPool
 from hetero.kv.checks import check_manager
 from hetero.kv.groups import KVGroup
+from hetero.kv.host_tier import HostTier
 from hetero.kv.in_place import likely_blocks, make_way, place_matched
+from hetero.kv.leaving import detach, drop, prune
+from hetero.kv.matching import match
 from hetero.kv.prefix_tree import Node, PrefixTree
 from hetero.request import Request
 
@@ -23,18 +26,21 @@ class _Cursor:
 
     `trimmed` is the number of computed tokens for which `held` is right. `placed`: where its blocks lie
     was looked at. `tail`: block number `depth` was a cached tail of so many tokens, see continue_tail.
+    `waits`: the step in which it is not computed, because that loads what it has matched or would match.
     """
 
-    __slots__ = ("depth", "held", "node", "placed", "request", "tail", "trimmed")
+    __slots__ = ("depth", "held", "node", "placed", "request", "root", "tail", "trimmed", "waits")
 
     def __init__(self, request: Request, node: Node, num_groups: int):
         self.request = request
+        self.root = node
         self.node = node
         self.depth = 0
         self.held = [0] * num_groups
         self.trimmed = 0
         self.placed = False
         self.tail = 0
+        self.waits = 0
 
 
 class KVManager:
@@ -45,22 +51,26 @@ class KVManager:
     attends, so whoever is scheduled later, or in the same step, may already attend it. A copy of
     a block runs *before* its step computes, so its source must be from an earlier step.
 
-    A node of the tree has a block in every group without a window: when such a block is
-    reclaimed, the node goes with its subtree. Blocks of a windowed group come and go one by one.
-    Capacity is an answer: a count that may be 0, never an exception.
+    A node of the tree has in every group without a window a block, or a slot in host memory, or both:
+    when it loses the last of them, it goes with its subtree. What a windowed group has comes and goes
+    one by one. How blocks move to host memory and back is told in host_tier.py; the moves of the step
+    being scheduled gather in `host`. Capacity is an answer: a count that may be 0, never an exception.
 
     `in_place`: up to so many requests at a time are attended where they lie, if the blocks of each follow
     each other. While there are no more, that is worth a copy, or something cached: see in_place.py.
     """
 
-    def __init__(self, groups: Sequence[KVGroup], block_size: int, in_place: int = 0):
+    def __init__(
+        self, groups: Sequence[KVGroup], block_size: int, in_place: int = 0, host: HostTier | None = None
+    ):
         self.groups = tuple(groups)
         self.in_place = in_place
         self.block_size = block_size
         self.pools = [BlockPool(g.num_blocks) for g in self.groups]
+        self.host = host or HostTier([0] * len(self.groups))
         self._windowed = any(g.window is not None for g in self.groups)
         self.tree = PrefixTree(block_size)
-        self.num_pinned = 0  # references held by copies whose step has not ended
+        self.num_pinned = 0  # references held by copies and loads whose step has not ended
         self._pins: Counter[tuple[int, int]] = Counter()
         self._cursors: dict[str, _Cursor] = {}
         self._step_id = 0
@@ -72,6 +82,7 @@ class KVManager:
     def begin_step(self, step_id: int) -> None:
         """What is matched and committed from here on belongs to step `step_id` (ascending)."""
         self._step_id = step_id
+        self.host.begin_step()
 
     # -- capacity ----------------------------------------------------------------------------
 
@@ -79,7 +90,7 @@ class KVManager:
         """The longest sequence whose KV fits when it is alone (a window bounds what it needs)."""
         fits = 2**31 - 1
         for group, pool in zip(self.groups, self.pools, strict=True):
-            if group.window is None or pool.num_usable < self._span_blocks(group.window):
+            if group.window is None or pool.num_usable < self.span_blocks(group.window):
                 fits = min(fits, pool.num_usable * self.block_size)
         return fits
 
@@ -94,7 +105,7 @@ class KVManager:
         for group in self.groups:
             peak = self._blocks(num_tokens)
             if group.window is not None:
-                peak = min(peak, self._span_blocks(group.window + chunk - 1))
+                peak = min(peak, self.span_blocks(group.window + chunk - 1))
             peaks.append(peak)
         return peaks
 
@@ -111,40 +122,26 @@ class KVManager:
     def _blocks(self, num_tokens: int) -> int:
         return -(-num_tokens // self.block_size)
 
-    def _span_blocks(self, span: int) -> int:
+    def span_blocks(self, span: int) -> int:
         return self._blocks(span - 1) + 1  # enough for `span` positions wherever they begin
 
     # -- finding what is computed already ------------------------------------------------------
 
-    def match(self, request: Request) -> int:
+    def match(self, request: Request, *, load: bool = True, kept: int = 0) -> int:
         """Adopt the longest usable run of whole blocks in the tree that continues the request.
 
         Moves `num_computed_tokens` and returns by how much. Never covers the last token. Usable
         is a length at which every windowed group still has all that the next position attends.
+        With `load` also over what is in host memory only, as far as that is worth it: see `waits`.
+        Loads leave `kept` blocks of each group for others.
         """
-        cursor = self._cursor(request)
-        computed, size = request.num_computed_tokens, self.block_size
-        first = computed // size
-        held = list(cursor.held)  # where the unbroken run of blocks up to here begins
-        path: list[Node] = []
-        usable = 0
-        node = cursor.node
-        for i in range(first, (request.num_tokens - 1) // size):
-            child = node.children.get(tuple(request.token_ids(i * size, (i + 1) * size)))
-            if child is None:
-                break
-            path.append(child)
-            for g, block in enumerate(child.blocks):
-                if block is None:
-                    held[g] = i + 1
-            if self.covers(held, (i + 1) * size):
-                usable = len(path)
-            node = child
-        if usable:
-            self._adopt(request, first, path[:usable])
-            cursor.node, cursor.depth = path[usable - 1], first + usable
-            self.advance(request, (first + usable) * size)
-        return request.num_computed_tokens - computed
+        return match(self, self._cursor(request), load, kept)
+
+    def waits(self, request: Request) -> bool:
+        """Whether the request must not be computed in this step: it has matched what is only being loaded,
+        or there is more to load than the step may."""
+        cursor = self._cursors.get(request.request_id)
+        return cursor is not None and cursor.waits == self._step_id
 
     def match_tail(self, request: Request) -> list[BlockCopy]:
         """Extend the match inside a block: take a fresh block per group and have the equal
@@ -184,7 +181,7 @@ class KVManager:
             return []
         copies = []
         for g, source in enumerate(sources):
-            target = self._take(g, request)
+            target = self.take(g, request)
             request.block_tables[g].append(target)
             copies.append(self.pin(g, source, target))
         self.advance(request, start + length)
@@ -196,13 +193,29 @@ class KVManager:
         self.num_pinned += 1
         return BlockCopy(g, source, target)
 
-    def unpin(self, copies: Iterable[BlockCopy]) -> None:
-        """The step that makes these copies has ended: their sources may go."""
-        for copy in copies:
-            self.pools[copy.group].release(copy.src)
-            self._pins[copy.group, copy.src] -= 1
+    def pin_load(self, g: int, block: int) -> None:
+        """A load takes over a reference to its target."""
+        self._pins[g, block] += 1
+        self.num_pinned += 1
+
+    def unpin(self, copies: Iterable[BlockCopy], loads: Iterable[BlockMove] = ()) -> None:
+        """The step that makes these copies and loads has ended: their blocks may go."""
+        blocks = [(copy.group, copy.src) for copy in copies]
+        for g, block in (*blocks, *((load.group, load.block) for load in loads)):
+            self.pools[g].release(block)
             self.num_pinned -= 1
-        self._pins = +self._pins
+            self._pins[g, block] -= 1
+            if not self._pins[g, block]:
+                del self._pins[g, block]
+
+    def end_step(self, step: Step) -> None:
+        """A step has ended, well or not: what its copies and moves have pinned may go."""
+        self.unpin(step.copies, step.loads)
+        self.host.unpin(step.spills, step.loads)
+
+    def blocks_come_free(self) -> bool:
+        """Whether there are blocks that nothing but a step in flight still holds."""
+        return any(self.pools[g].ref_counts[block] == pins for (g, block), pins in self._pins.items())
 
     def covers(self, held: Sequence[int], length: int) -> bool:
         """Whether blocks from number held[g] on are all that position `length` attends in each group."""
@@ -210,18 +223,6 @@ class KVManager:
             first * self.block_size <= group.first_needed(length)
             for first, group in zip(held, self.groups, strict=True)
         )
-
-    def _adopt(self, request: Request, first: int, path: Sequence[Node]) -> None:
-        length = (first + len(path)) * self.block_size
-        for g, (pool, table) in enumerate(zip(self.pools, request.block_tables, strict=True)):
-            needed = self.groups[g].first_needed(length) // self.block_size
-            if first < len(table):  # the block that was being filled: somebody has it whole
-                pool.release(table.pop())
-            for i, node in enumerate(path, first):
-                block = node.blocks[g] if i >= needed else None
-                if block is not None:
-                    pool.acquire(block)
-                table.append(SCRATCH_BLOCK if block is None else block)
 
     def advance(self, request: Request, num_computed: int) -> None:
         """The request continues from `num_computed` on: the tokens before were found in the cache."""
@@ -232,23 +233,30 @@ class KVManager:
         request.num_computed_tokens = num_computed
         self.trim(request)
 
+    def count_loaded(self, request: Request, nodes: Iterable[Node]) -> None:
+        """Take note that these nodes are found in a lower tier, for a request that begins."""
+        if request.num_preemptions == 0:
+            for node in nodes:
+                tier = "disk" if node.below else "host"
+                request.tier_tokens[tier] = request.tier_tokens.get(tier, 0) + self.block_size
+
     # -- blocks for what is to be computed ------------------------------------------------------
 
-    def allocate(self, request: Request, num_tokens: int) -> int:
+    def allocate(self, request: Request, num_tokens: int, kept: int = 0) -> int:
         """Blocks for the next `num_tokens` tokens, or for as many of them as there is room for.
 
-        Returns that number. Reclaims idle blocks, the longest unused first.
+        Returns that number. Reclaims idle blocks, the longest unused first; leaves `kept` for others.
         """
         self._cursor(request)
         computed = request.num_computed_tokens
         if all(len(table) * self.block_size >= computed + num_tokens for table in request.block_tables):
             return num_tokens  # as in most steps of a decode
         for pool, table in zip(self.pools, request.block_tables, strict=True):
-            room = (len(table) + pool.num_available) * self.block_size - computed
-            num_tokens = min(num_tokens, room)
+            room = len(table) + max(0, pool.num_available - kept)
+            num_tokens = min(num_tokens, room * self.block_size - computed)
         for g, table in enumerate(request.block_tables):
             for _ in range(self._blocks(computed + num_tokens) - len(table)):
-                table.append(self._take(g, request))
+                table.append(self.take(g, request))
         return num_tokens
 
     def cut(self, request: Request, num_tokens: int) -> None:
@@ -276,8 +284,8 @@ class KVManager:
                     table[i] = SCRATCH_BLOCK
             cursor.held[g] = max(cursor.held[g], needed)
 
-    def _take(self, g: int, request: Request) -> int:
-        """A block to go behind the request's last one, best if also in the pool."""
+    def take(self, g: int, request: Request) -> int:
+        """A block to go behind the request's last one, best if also in the pool. There must be one."""
         pool, table = self.pools[g], request.block_tables[g]
         after = table[-1] if table and table[-1] != SCRATCH_BLOCK else None
         if after is not None and pool.is_free(after + 1):  # as in most steps of a decode
@@ -299,28 +307,8 @@ class KVManager:
         return len(self._cursors) <= self.in_place
 
     def reclaim(self, g: int, block: int) -> None:
-        """Free an idle block: in a group without a window, all that the cache has behind it goes too."""
-        node: Node = self.pools[g].owner(block)
-        if self.groups[g].window is None:
-            self.drop(node)
-            return
-        self.pools[g].forget(block)
-        node.blocks[g] = None
-        self.prune(node)
-
-    def drop(self, node: Node) -> None:
-        """Take a node and all behind it out of the cache."""
-        for gone in self.tree.drop(node):
-            for pool, block in zip(self.pools, gone.blocks, strict=True):
-                if block is not None:
-                    pool.forget(block)
-
-    def prune(self, node: Node) -> None:
-        """Take a node that holds nothing out of the tree, and its parents that then hold nothing."""
-        while node.parent is not None and not node.children and not any(node.blocks):
-            parent = node.parent
-            self.tree.drop(node)
-            node = parent
+        """Free an idle block; see leaving.detach for what becomes of the content."""
+        detach(self, self.pools[g].owner(block), g)
 
     # -- the cache -------------------------------------------------------------------------------
 
@@ -331,13 +319,13 @@ class KVManager:
         if cursor.depth == num_tokens // self.block_size:
             return
         if not self.tree.attached(cursor.node):
-            cursor.node, cursor.depth = self.tree.root, 0
+            cursor.node, cursor.depth = cursor.root, 0
         size = self.block_size
         for i in range(cursor.depth, num_tokens // size):
             tokens = tuple(request.token_ids(i * size, (i + 1) * size))
             cursor.node = self._enter(cursor.node, tokens, request, i, self._step_id)
             cursor.depth, cursor.tail = i + 1, 0
-        self.prune(cursor.node)
+        prune(self, cursor.node)
 
     def _enter(self, parent: Node, tokens: tuple[int, ...], request: Request, i: int, step_id: int) -> Node:
         node = parent.children.get(tokens)
@@ -345,13 +333,15 @@ class KVManager:
             node = self.tree.insert(parent, tokens, [None] * len(self.groups), step_id)
             shorter = self.tree.shorter_tail(node)
             if shorter is not None:
-                self.drop(shorter)
+                drop(self, shorter)
         for g, table in enumerate(request.block_tables):
             # An entry that is there stays: it may be in use, and this request's block is as good.
             if node.blocks[g] is None and table[i] != SCRATCH_BLOCK:
                 self.pools[g].keep(table[i], node)
                 node.blocks[g] = table[i]
                 node.step_id = max(node.step_id, step_id)
+                if (slot := node.slots[g]) is not None:
+                    self.host.slots[g].refile(slot)
         return node
 
     def release(self, request: Request, *, cache: bool) -> None:
@@ -371,10 +361,10 @@ class KVManager:
             if tail and self.tree.attached(cursor.node):
                 found = self.tree.closest(cursor.node, tail)
                 if found is None or found[1] < len(tail):
-                    self.prune(self._enter(cursor.node, tail, request, cursor.depth, 0))
+                    prune(self, self._enter(cursor.node, tail, request, cursor.depth, 0))
         elif cursor.tail and self.tree.attached(cursor.node):  # as if it had not been taken
             tail = tuple(request.token_ids(cursor.depth * self.block_size, request.num_computed_tokens))
-            self.prune(self._enter(cursor.node, tail[: cursor.tail], request, cursor.depth, 0))
+            prune(self, self._enter(cursor.node, tail[: cursor.tail], request, cursor.depth, 0))
         for pool, table in zip(self.pools, request.block_tables, strict=True):
             for block in reversed(table):  # tails become reclaimable first
                 if block != SCRATCH_BLOCK:
@@ -383,16 +373,18 @@ class KVManager:
         del self._cursors[request.request_id]
 
     def clear_cache(self) -> None:
-        """Forget all prefixes; live requests keep their blocks."""
-        for node in list(self.tree.root.children.values()):
-            self.drop(node)
+        """Forget all prefixes, in host memory too; live requests keep their blocks."""
+        for root in self.tree.roots.values():
+            for node in list(root.children.values()):
+                drop(self, node)
         for cursor in self._cursors.values():
             cursor.tail = 0
 
     def _cursor(self, request: Request) -> _Cursor:
         cursor = self._cursors.get(request.request_id)
         if cursor is None:
-            cursor = _Cursor(request, self.tree.root, len(self.groups))
+            root = self.tree.root_of(request.cache_scope)
+            cursor = _Cursor(request, root, len(self.groups))
             self._cursors[request.request_id] = cursor
             request.block_tables = [[] for _ in self.groups]
         elif not self.tree.attached(cursor.node):

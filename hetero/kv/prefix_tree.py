@@ -2,29 +2,41 @@
 
 from __future__ import annotations
 
+import struct
 from bisect import bisect_left, insort
 from collections.abc import Iterator, Sequence
+from hashlib import blake2b
 
 Tokens = tuple[int, ...]
+KEY_BYTES = 16
 
 
 class Node:
     """The KV of one block of tokens after the prefix that its ancestors spell.
 
     `tokens` has block_size ids, or fewer in a tail, which has no children. `blocks[g]` is the
-    block of KV group g, None where that group no longer holds these tokens. `step_id` is the
-    step that fills the newest of `blocks`: until it has been submitted they must not be copied.
+    block of KV group g, None where the device no longer holds these tokens, `slots[g]` likewise the
+    slot in host memory. `step_id` is the step that fills the newest of `blocks`: until it has been
+    submitted they must not be copied. `below`: it came from a tier below host memory.
     """
 
-    __slots__ = ("blocks", "children", "keys", "parent", "step_id", "tokens")
+    __slots__ = ("below", "blocks", "chain_key", "children", "keys", "parent", "slots", "step_id", "tokens")
 
     def __init__(self, tokens: Tokens, blocks: list[int | None], parent: Node | None, step_id: int):
         self.tokens = tokens
         self.blocks = blocks
-        self.parent = parent  # None in the root and once dropped
+        self.slots: list[int | None] = [None] * len(blocks)
+        self.below = False
+        self.chain_key: bytes | None = None  # see PrefixTree.key
+        self.parent = parent  # None in a root and once dropped
         self.step_id = step_id
         self.children: dict[Tokens, Node] = {}
         self.keys: list[Tokens] = []  # of `children`, sorted
+
+    @property
+    def is_empty(self) -> bool:
+        """Whether nothing holds these tokens any more, nor any behind them."""
+        return not self.children and not any(self.blocks) and all(slot is None for slot in self.slots)
 
 
 class PrefixTree:
@@ -33,17 +45,41 @@ class PrefixTree:
       root ── (t0 .. t15) ── (t16 .. t31) ── (t32 .. t36)     a tail
                          └── (u16 .. u31)
 
-    Finding a child by all its tokens is O(1), by a common beginning O(log children).
+    There is a root for each scope: what one scope has cached is never found from another. "" is the
+    scope of all that is shared. Finding a child by all its tokens is O(1), by a common beginning
+    O(log children).
     """
 
     def __init__(self, block_size: int):
         self.block_size = block_size
-        self.root = Node((), [], None, 0)
-        self.num_nodes = 0  # without the root
+        self.roots: dict[str, Node] = {}
+        self.root = self.root_of("")
+        self.num_nodes = 0  # without the roots
+
+    def root_of(self, scope: str) -> Node:
+        """The root of a scope, new when it is the first time."""
+        root = self.roots.get(scope)
+        if root is None:
+            root = self.roots[scope] = Node((), [], None, 0)
+            root.chain_key = blake2b(scope.encode("utf-8", "surrogateescape"), digest_size=KEY_BYTES).digest()
+        return root
 
     def attached(self, node: Node) -> bool:
         """False once `node` was dropped."""
-        return node.parent is not None or node is self.root
+        return node.parent is not None or not node.tokens
+
+    def key(self, node: Node) -> bytes:
+        """The name of an attached node's whole prefix, KEY_BYTES long: see chain_key. Worked out once."""
+        missing = []
+        while node.chain_key is None:
+            missing.append(node)
+            if node.parent is None:
+                raise ValueError("a dropped node has no prefix")
+            node = node.parent
+        key = node.chain_key
+        for each in reversed(missing):
+            key = each.chain_key = chain_key(key, each.tokens)
+        return key
 
     def insert(self, parent: Node, tokens: Tokens, blocks: list[int | None], step_id: int) -> Node:
         """A new child. `parent` must be attached and full, and have no child with these tokens."""
@@ -94,8 +130,8 @@ class PrefixTree:
         return gone
 
     def nodes(self) -> Iterator[Node]:
-        """All nodes but the root, parents first."""
-        stack = list(self.root.children.values())
+        """All nodes but the roots, parents first."""
+        stack = [child for root in self.roots.values() for child in root.children.values()]
         while stack:
             node = stack.pop()
             yield node
@@ -104,7 +140,7 @@ class PrefixTree:
     def check_invariants(self) -> None:
         """Raise AssertionError unless keys, links and lengths agree. O(nodes)."""
         count = 0
-        for node in [self.root, *self.nodes()]:
+        for node in [*self.roots.values(), *self.nodes()]:
             assert node.keys == sorted(node.children), "sorted keys and children differ"
             for tokens, child in node.children.items():
                 assert child.parent is node and child.tokens == tokens
@@ -112,6 +148,14 @@ class PrefixTree:
                 assert len(tokens) == self.block_size or not child.children, "a tail has children"
                 count += 1
         assert count == self.num_nodes
+
+
+def chain_key(parent: bytes, tokens: Sequence[int]) -> bytes:
+    """The key of a prefix that ends with `tokens`: BLAKE2b of the key before and the ids as int32.
+
+    Little-endian. A root's is that of its scope's name.
+    """
+    return blake2b(parent + struct.pack(f"<{len(tokens)}i", *tokens), digest_size=KEY_BYTES).digest()
 
 
 def common_length(a: Sequence[int], b: Sequence[int]) -> int:

@@ -5,7 +5,8 @@ from __future__ import annotations
 import random
 
 import pytest
-from simulation import Case, Outcome, Simulation
+from simulated_cases import Case
+from simulation import Outcome, Simulation
 
 from hetero.batch import Step
 from hetero.kv.groups import KVGroup

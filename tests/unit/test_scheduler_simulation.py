@@ -30,13 +30,17 @@ def test_every_request_ends_as_if_alone(start: int) -> None:
         totals["copies"] += out.copies
         totals["right guesses"] += out.accepted
         totals["wrong guesses"] += out.drafted - out.accepted
+        totals["spills"] += out.spills
+        totals["loads"] += out.loads
+        totals["from host"] += out.from_host
         totals.update(out.reasons.values())
 
 
 def test_the_worlds_were_not_boring() -> None:
     if len(totals) == 0:
         pytest.skip("runs after the simulations")
-    for what in ("preemptions", "cached", "copies", "right guesses", "wrong guesses", *FinishReason):
+    guesses, tiers = ("right guesses", "wrong guesses"), ("spills", "loads", "from host")
+    for what in ("preemptions", "cached", "copies", *guesses, *tiers, *FinishReason):
         assert totals[what] > 300, totals
 
 

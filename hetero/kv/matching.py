@@ -1,0 +1,189 @@
+"""Finding what is computed already, and taking it over: blocks as they are, host memory by loads.
+
+path     d d d d h h d h     d: a block on the device, h: in host memory only
+usable   | | | | | | | |     lengths at which every windowed group has all that the next position attends
+first choice ^       ^ ^     the longest without loads; with loads, what saves most time
+"""
+
+from __future__ import annotations
+
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from typing import TYPE_CHECKING
+
+from hetero.kv.block_pool import SCRATCH_BLOCK
+from hetero.kv.prefix_tree import Node
+
+if TYPE_CHECKING:
+    from hetero.kv.manager import KVManager, _Cursor
+
+
+class _Path:
+    """The nodes that spell a request's next tokens, from block number `first` of its tables on.
+
+    `absent[g]` and `idle[g]` are the positions of the nodes that group g has in host memory only, and
+    whose block is idle: ascending.
+    """
+
+    def __init__(self, first: int, num_groups: int):
+        self.first = first
+        self.nodes: list[Node] = []
+        self.usable: list[int] = []  # numbers of nodes, ascending
+        self.absent: list[list[int]] = [[] for _ in range(num_groups)]
+        self.idle: list[list[int]] = [[] for _ in range(num_groups)]
+
+
+def match(kv: KVManager, cursor: _Cursor, load: bool, kept: int) -> int:
+    """Adopt nodes that continue the request; see KVManager.match."""
+    path = _walk(kv, cursor, load)
+    count = path.usable[-1] if path.usable else 0
+    if any(path.absent):
+        count = _choose(kv, cursor, path, kept)
+    if not count:
+        return 0
+    before = cursor.request.num_computed_tokens
+    _adopt(kv, cursor, path.nodes[:count])
+    return cursor.request.num_computed_tokens - before
+
+
+def _walk(kv: KVManager, cursor: _Cursor, load: bool) -> _Path:
+    request, size = cursor.request, kv.block_size
+    first = request.num_computed_tokens // size
+    path = _Path(first, len(kv.groups))
+    held = list(cursor.held)  # where the unbroken run of blocks and slots up to here begins
+    node = cursor.node
+    for i in range(first, (request.num_tokens - 1) // size):
+        child = node.children.get(tuple(request.token_ids(i * size, (i + 1) * size)))
+        if child is None:
+            break
+        for g, block in enumerate(child.blocks):
+            if block is None:
+                if load and child.slots[g] is not None:
+                    path.absent[g].append(i - first)
+                else:
+                    held[g] = i + 1
+            elif load and kv.pools[g].is_idle(block):
+                path.idle[g].append(i - first)
+        path.nodes.append(child)
+        if kv.covers(held, (i + 1) * size):
+            path.usable.append(i + 1 - first)
+        node = child
+    return path
+
+
+def _choose(kv: KVManager, cursor: _Cursor, path: _Path, kept: int) -> int:
+    """How many of the path's nodes are worth adopting, as far as blocks and the step's budget go.
+
+    Where only the budget does not, the request has to wait for a later step. `kept` blocks of each
+    group are left.
+    """
+    request, size, host = cursor.request, kv.block_size, kv.host
+    done = request.num_computed_tokens
+    counts = {k: list(_moves(kv, path, k)) for k in path.usable}
+    sizes = {
+        k: sum(n * b for n, b in zip(moves, host.block_bytes, strict=True)) for k, moves in counts.items()
+    }
+    gains = {k: host.costs.gain((path.first + k) * size - done, sizes[k]) for k in path.usable}
+    here = max((k for k in path.usable if not any(counts[k])), default=0)
+    least = gains.get(here, 0.0)
+    best = max(path.usable, key=lambda k: gains[k], default=0)
+    if best <= here or gains[best] <= least:
+        if path.usable and path.usable[-1] > here:
+            host.costs.doubt()
+        return here
+    worth = [k for k in path.usable if here < k <= best and gains[k] > least]
+    room = [k for k in worth if _has_room(kv, cursor, path, k, [n + kept for n in counts[k]])]
+    if not room:
+        return here
+    affordable = [k for k in room if sizes[k] <= host.load_bytes_left]
+    if affordable:
+        return affordable[-1]
+    if not host.loads:
+        return room[0]
+    cursor.waits = kv.step_id
+    return here
+
+
+def _moves(kv: KVManager, path: _Path, count: int) -> Iterator[int]:
+    """Per group, how many loads the adoption of `count` nodes takes."""
+    for g, absent in enumerate(path.absent):
+        yield _between(absent, _first_held(kv, g, path.first, count), count)
+
+
+def _first_held(kv: KVManager, g: int, first: int, count: int) -> int:
+    """Of `count` nodes from block number `first` on, the first whose tokens are still attended in group g."""
+    length = (first + count) * kv.block_size
+    return max(0, kv.groups[g].first_needed(length) // kv.block_size - first)
+
+
+def _between(positions: Sequence[int], low: int, high: int) -> int:
+    return max(0, bisect_left(positions, high) - bisect_left(positions, low))
+
+
+def _has_room(kv: KVManager, cursor: _Cursor, path: _Path, count: int, wanted: Sequence[int]) -> bool:
+    """Whether so many blocks can be had beside those that are adopted where they are."""
+    for g, (pool, table) in enumerate(zip(kv.pools, cursor.request.block_tables, strict=True)):
+        low = _first_held(kv, g, path.first, count)
+        room = pool.num_available - _between(path.idle[g], low, count)
+        going = table[path.first :]  # the block that was being filled
+        if low or kv.groups[g].window is not None:
+            end = kv.groups[g].first_needed((path.first + count) * kv.block_size) // kv.block_size
+            going = going + table[cursor.held[g] : min(end, path.first)]
+        room += sum(1 for block in going if block != SCRATCH_BLOCK and pool.ref_counts[block] == 1)
+        if wanted[g] > room:
+            return False
+    return True
+
+
+def _adopt(kv: KVManager, cursor: _Cursor, nodes: Sequence[Node]) -> None:
+    """Take over the nodes' blocks; those that are in host memory only are loaded by this step.
+
+    All that is there is held before any block is taken: making room may drop the nodes themselves,
+    which does no harm then.
+    """
+    request, size = cursor.request, kv.block_size
+    first = request.num_computed_tokens // size
+    length = (first + len(nodes)) * size
+    plans: list[list[tuple[int, Node, int | None, int | None]]] = []
+    loaded: set[int] = set()
+    for g, (pool, table) in enumerate(zip(kv.pools, request.block_tables, strict=True)):
+        if first < len(table):  # the block that was being filled: somebody has it whole
+            pool.release(table.pop())
+            cursor.tail = 0
+        plan = []
+        for k in range(_first_held(kv, g, first, len(nodes)), len(nodes)):
+            node = nodes[k]
+            block, slot = node.blocks[g], node.slots[g]
+            if block is not None:
+                pool.acquire(block)
+                if kv.host.is_loading(g, block):
+                    cursor.waits = kv.step_id
+            elif slot is not None:
+                kv.host.slots[g].pin(slot)
+                loaded.add(k)
+            plan.append((k, node, block, slot))
+        plans.append(plan)
+    kv.count_loaded(request, [nodes[k] for k in sorted(loaded)])
+    kv.advance(request, length)
+    cursor.node, cursor.depth = nodes[-1], first + len(nodes)
+    for g, (table, plan) in enumerate(zip(request.block_tables, plans, strict=True)):
+        table += [SCRATCH_BLOCK] * (len(nodes) - len(plan))
+        for _, node, block, slot in plan:
+            table.append(_load(kv, cursor, g, node, slot) if block is None else block)
+    kv.trim(request)
+
+
+def _load(kv: KVManager, cursor: _Cursor, g: int, node: Node, slot: int | None) -> int:
+    """A fresh block that this step fills from a pinned slot; it becomes the node's."""
+    assert slot is not None, "the path has either"
+    pool = kv.pools[g]
+    block = kv.take(g, cursor.request)
+    pool.acquire(block)  # for the load, until the step ends
+    kv.pin_load(g, block)
+    kv.host.load(g, block, slot)
+    cursor.waits = kv.step_id
+    if kv.tree.attached(node) and node.blocks[g] is None:
+        pool.keep(block, node)
+        node.blocks[g] = block
+        node.step_id = max(node.step_id, kv.step_id)
+    return block
