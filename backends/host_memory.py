@@ -55,6 +55,7 @@ class HostMemory:
             max(1, CHUNK_BYTES // size) if size else n for n, size in zip(slots, slot_bytes, strict=True)
         ]
         self._chunks: dict[tuple[int, int], np.ndarray] = {}  # (group, number): uint8 [slots, slot bytes]
+        self._addresses: dict[tuple[int, int], int] = {}
         self._starts: list[int] = []  # of the groups in the arena
         self._making = threading.Lock()
         end = 0
@@ -75,22 +76,14 @@ class HostMemory:
 
     def view(self, group: int, slot: int) -> np.ndarray:
         """The slot's bytes, uint8 [slot_bytes(group)], to read and to write."""
-        return self.rows(group, slot, 1)[0]
-
-    def rows(self, group: int, slot: int, count: int) -> np.ndarray:
-        """uint8 [n, slot bytes]: slots from `slot` on that lie side by side, `count` or fewer.
-
-        Raises MemoryError, or OSError, where there is none.
-        """
-        assert 0 <= slot < slot + count <= self.slots[group]
         number, at = divmod(slot, self._per_chunk[group])
-        chunk = self._chunks.get((group, number))
-        if chunk is None:
-            with self._making:
-                chunk = self._chunks.get((group, number))
-                if chunk is None:
-                    chunk = self._chunks[group, number] = self._make(group, number)
-        return chunk[at : at + count]
+        return self._chunk(group, number)[at]
+
+    def place(self, group: int, slot: int, count: int) -> tuple[int, int]:
+        """(address of a slot, how many of the `count` slots from there on lie side by side)."""
+        number, at = divmod(slot, self._per_chunk[group])
+        chunk = self._chunk(group, number)
+        return self._addresses[group, number] + at * self._slot_bytes[group], min(count, len(chunk) - at)
 
     def close(self) -> None:
         """Give the memory back. Idempotent."""
@@ -104,6 +97,18 @@ class HostMemory:
         assert self.used_bytes <= self.nbytes
         for (group, number), chunk in list(self._chunks.items()):
             assert chunk.shape == self._shape(group, number) and chunk.dtype == np.uint8
+
+    def _chunk(self, group: int, number: int) -> np.ndarray:
+        """Raises MemoryError, or OSError, where there is no memory for it."""
+        chunk = self._chunks.get((group, number))
+        if chunk is None:
+            with self._making:
+                chunk = self._chunks.get((group, number))
+                if chunk is None:
+                    chunk = self._make(group, number)
+                    self._addresses[group, number] = chunk.ctypes.data
+                    self._chunks[group, number] = chunk
+        return chunk
 
     def _make(self, group: int, number: int) -> np.ndarray:
         rows, size = self._shape(group, number)

@@ -73,71 +73,87 @@ class PinnedMemory:
             ggml().backend_buffer_free(self._buffers.pop())
 
 
-class Mover:
-    """Moves blocks in memory that this process can copy, at once. `seconds` and `nbytes` are of one step."""
+class Mover(Protocol):
+    """Moves a stage's blocks. `host` is its own; `seconds` and `nbytes` are of one step."""
 
-    def __init__(self, pools: Pools, host: HostMemory):
-        """`host` is the mover's from here on."""
-        self.host = host
-        self._parts = [list(pools.parts(group)) for group in range(len(host.slots))]
-        self.seconds, self.nbytes = 0.0, 0
-        for group, parts in enumerate(self._parts):
-            assert not host.slots[group] or sum(size for _, size in parts) == host.slot_bytes(group)
+    host: HostMemory
+    seconds: float
+    nbytes: int
 
     def begin(self, spills: Sequence[BlockMoveLike]) -> None:
         """A new step: bring its spilled blocks to their slots. They may be overwritten afterwards."""
-        self.seconds, self.nbytes = 0.0, 0
-        if spills:
-            self._timed(runs(spills), True)
+        ...
 
     def load(self, loads: Sequence[BlockMoveLike]) -> None:
         """Bring blocks back, by the end of `finish`. All that read or write these blocks has ended."""
-        if loads:
-            self._timed(runs(loads), False)
+        ...
 
     def finish(self) -> None:
         """Wait for the loads. Raises what went wrong with them."""
+        ...
 
     def close(self) -> None:
         """Free the host memory. No moves may be under way."""
+        ...
+
+
+class MemoryMover:
+    """Moves blocks of pools in main memory, at once. See Mover."""
+
+    def __init__(self, pools: Pools, host: HostMemory):
+        self.host = host
+        self.seconds, self.nbytes = 0.0, 0
+        parts = [pools.parts(group) for group in range(len(host.slots))]
+        self._pools = [np.array([address for address, _ in group], np.int64) for group in parts]
+        self._sizes = [np.array([size for _, size in group], np.int64) for group in parts]
+        if any(host.slots):
+            from backends.cpu.moves import copy_pieces  # only where it is used
+
+            self._copy = copy_pieces
+            for group, sizes in enumerate(self._sizes):
+                assert int(sizes.sum()) == host.slot_bytes(group), "slots of another format"
+            nothing = np.zeros(0, np.int64)
+            copy_pieces(nothing, nothing, nothing, nothing, True)  # compiled now, not in a step
+
+    def begin(self, spills: Sequence[BlockMoveLike]) -> None:
+        """See Mover."""
+        self.seconds, self.nbytes = 0.0, 0
+        self._move(spills, True)
+
+    def load(self, loads: Sequence[BlockMoveLike]) -> None:
+        """See Mover."""
+        self._move(loads, False)
+
+    def finish(self) -> None:
+        """See Mover: nothing is under way."""
+
+    def close(self) -> None:
+        """See Mover."""
         self.host.close()
 
-    def _timed(self, moves: list[Run], spill: bool) -> None:
+    def _move(self, moves: Sequence[BlockMoveLike], spill: bool) -> None:
+        if not moves:
+            return
         start = time.perf_counter()
-        for group, block, rows in self._places(moves):
-            offset = 0
-            for where, size in self._parts[group]:
-                self._copy(where, size, block, rows, offset, spill)
-                offset += size
-            self.nbytes += rows.nbytes
-        self._wait(spill)
+        for group in range(len(self._pools)):
+            own = [move for move in moves if move.group == group]
+            if own and len(self._pools[group]):
+                blocks = np.array([move.block for move in own], np.int64)
+                slots = np.array([self.host.place(group, move.slot, 1)[0] for move in own], np.int64)
+                self._copy(self._pools[group], self._sizes[group], blocks, slots, spill)
+                self.nbytes += len(own) * self.host.slot_bytes(group)
         self.seconds += time.perf_counter() - start
 
-    def _places(self, moves: list[Run]) -> Iterator[tuple[int, int, np.ndarray]]:
-        """(group, first block, its slot and those behind it): runs, cut where host memory is in pieces."""
-        for group, block, slot, count in moves:
-            while count:
-                rows = self.host.rows(group, slot, count)
-                yield group, block, rows
-                block, slot, count = block + len(rows), slot + len(rows), count - len(rows)
 
-    def _copy(self, where: int, size: int, block: int, rows: np.ndarray, offset: int, spill: bool) -> None:
-        source = where + block * size
-        target, step = rows.ctypes.data + offset, rows.shape[1]
-        for i in range(len(rows)):
-            here, there = source + i * size, target + i * step
-            C.memmove(there if spill else here, here if spill else there, size)
-
-    def _wait(self, spill: bool) -> None:
-        """Until what `_copy` has begun is done."""
-
-
-class DeviceMover(Mover):
-    """Moves blocks in a device's own memory through ggml."""
+class DeviceMover:
+    """Moves blocks in a device's own memory through ggml. See Mover."""
 
     def __init__(self, pools: Pools, host: HostMemory, device: Device):
-        super().__init__(pools, host)
-        self._device = device
+        self.host, self._device = host, device
+        self.seconds, self.nbytes = 0.0, 0
+        self._parts = [pools.parts(group) for group in range(len(host.slots))]
+        for group, parts in enumerate(self._parts):
+            assert not host.slots[group] or sum(size for _, size in parts) == host.slot_bytes(group)
         self._stream = device.backend  # of loads
         self._thread: ThreadPoolExecutor | None = None
         self._loading: Future[None] | None = None
@@ -152,15 +168,17 @@ class DeviceMover(Mover):
         if self._loading is not None:
             wait([self._loading])
             self._loading = None
-        super().begin(spills)
+        self.seconds, self.nbytes = 0.0, 0
+        if spills:
+            self._move(runs(spills), True)
 
     def load(self, loads: Sequence[BlockMoveLike]) -> None:
         """See Mover."""
         assert self._loading is None, "the loads of the step before have not ended"
         if loads and self._thread is not None:
-            self._loading = self._thread.submit(self._timed, runs(loads), False)
-        else:
-            super().load(loads)
+            self._loading = self._thread.submit(self._move, runs(loads), False)
+        elif loads:
+            self._move(runs(loads), False)
 
     def finish(self) -> None:
         """See Mover."""
@@ -174,16 +192,28 @@ class DeviceMover(Mover):
             self._thread.shutdown()
             ggml().backend_free(self._stream)
             self._thread = None
-        super().close()
+        self.host.close()
 
-    def _copy(self, where: int, size: int, block: int, rows: np.ndarray, offset: int, spill: bool) -> None:
-        move = ggml().backend_tensor_get_2d_async if spill else ggml().backend_tensor_set_2d_async
+    def _move(self, moves: list[Run], spill: bool) -> None:
+        lib, start = ggml(), time.perf_counter()
+        move = lib.backend_tensor_get_2d_async if spill else lib.backend_tensor_set_2d_async
         stream = self._device.backend if spill else self._stream
-        address, step = rows.ctypes.data + offset, rows.shape[1]
-        move(stream, where, address, block * size, size, len(rows), size, step)
+        for group, block, address, count in self._places(moves):
+            step = self.host.slot_bytes(group)
+            self.nbytes += count * step
+            for tensor, size in self._parts[group]:
+                move(stream, tensor, address, block * size, size, count, size, step)
+                address += size
+        lib.backend_synchronize(stream)
+        self.seconds += time.perf_counter() - start
 
-    def _wait(self, spill: bool) -> None:
-        ggml().backend_synchronize(self._device.backend if spill else self._stream)
+    def _places(self, moves: list[Run]) -> Iterator[tuple[int, int, int, int]]:
+        """(group, first block, address of its slot, how many): runs, cut where host memory is in pieces."""
+        for group, block, slot, count in moves:
+            while count:
+                address, n = self.host.place(group, slot, count)
+                yield group, block, address, n
+                block, slot, count = block + n, slot + n, count - n
 
 
 def open_mover(
@@ -194,7 +224,7 @@ def open_mover(
     if host is None:
         allocate = anonymous if device.is_cpu else PinnedMemory(device)
         host = HostMemory(spec.host_slots or (0,) * groups, slot_sizes(config, spec), allocate)
-    return DeviceMover(pools, host, device) if isinstance(pools, PagedPools) else Mover(pools, host)
+    return DeviceMover(pools, host, device) if isinstance(pools, PagedPools) else MemoryMover(pools, host)
 
 
-__all__ = ["DeviceMover", "Mover", "PinnedMemory", "Pools", "Run", "open_mover", "runs"]
+__all__ = ["DeviceMover", "MemoryMover", "Mover", "PinnedMemory", "Pools", "Run", "open_mover", "runs"]

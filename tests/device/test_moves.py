@@ -18,6 +18,7 @@ from tiny_models import tiny_model
 from worker_tools import BLOCKS, Model
 
 from backends.base import DeviceSpec
+from backends.cpu.moves import copy_pieces, copy_pieces_reference
 from backends.ggml.devices import Device, open_device
 from backends.ggml.moves import runs
 from backends.ggml.stage import GgmlStage
@@ -105,15 +106,15 @@ def test_slots_that_the_other_process_keeps_to_itself(model: Model) -> None:
 @contextlib.contextmanager
 def held_back(stage: GgmlStage) -> Iterator[threading.Event]:
     """Loads begin when the event is set."""
-    go, copy = threading.Event(), stage._mover._copy
+    go, move = threading.Event(), stage._mover._move
 
     def wait(*arguments: Any) -> None:
         assert go.wait(30)
-        copy(*arguments)
+        move(*arguments)
 
-    stage._mover._copy = wait  # type: ignore[method-assign]
-    yield go
-    stage._mover._copy = copy  # type: ignore[method-assign]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(stage._mover, "_move", wait)
+        yield go
 
 
 def test_a_step_computes_while_blocks_are_loaded_and_ends_after_them(model: Model) -> None:
@@ -146,7 +147,7 @@ def test_a_load_that_fails_is_the_steps_error(model: Model, monkeypatch: pytest.
             raise MemoryError("no slots")
 
         with monkeypatch.context() as patch, pytest.raises(MemoryError, match="no slots"):
-            patch.setattr(stage._mover, "_copy", fail)
+            patch.setattr(stage._mover, "_move", fail)
             step([stage], batch(model, loads=moves(model, [20], [0])))
         there_and_back(model, [stage])
         stage.close()
@@ -204,6 +205,27 @@ def _put(where: dict[tuple[int, int], bytes], key: tuple[int, int], content: byt
         where.pop(key, None)
     else:
         where[key] = content
+
+
+@given(
+    sizes=st.lists(st.integers(1, 200), min_size=1, max_size=4),
+    moved=st.lists(st.tuples(st.integers(0, 7), st.integers(0, 5)), max_size=10),
+    spill=st.booleans(),
+    seed=st.integers(0, 1 << 20),
+)
+@settings(max_examples=100, deadline=None)
+def test_the_kernel_copies_as_its_reference_does(sizes, moved, spill: bool, seed: int) -> None:
+    rng = np.random.default_rng(seed)
+    pools = [rng.integers(0, 256, (8, size), np.uint8) for size in sizes]
+    slots = rng.integers(0, 256, (6, sum(sizes)), np.uint8)
+    ours, arena = [pool.copy() for pool in pools], slots.copy()
+    blocks = np.array([block for block, _ in moved], np.int64)
+    addresses = np.array([arena[slot].ctypes.data for _, slot in moved], np.int64)
+    where = np.array([pool.ctypes.data for pool in ours], np.int64)
+    copy_pieces(where, np.array(sizes, np.int64), blocks, addresses, spill)
+    copy_pieces_reference(pools, blocks, [slots[slot] for _, slot in moved], spill)
+    assert np.array_equal(arena, slots)
+    assert all(np.array_equal(a, b) for a, b in zip(ours, pools, strict=True))
 
 
 def test_moves_that_follow_each_other_go_together() -> None:

@@ -51,14 +51,15 @@ class Slots(RuleBasedStateMachine):
         if group >= len(self.slots) or slot + count > self.slots[group]:
             return
         for pair in self.ends:
-            at = slot
+            memory, at, size = pair[end], slot, self.sizes[group]
             while at < slot + count:
-                rows = pair[end].rows(group, at, slot + count - at)
-                assert rows.shape[1] == self.sizes[group]
-                for i, row in enumerate(rows):
-                    assert np.array_equal(row, self.content.get((group, at + i), np.zeros_like(row)))
-                at += len(rows)
-            assert at == slot + count
+                address, n = memory.place(group, at, slot + count - at)
+                assert 0 < n <= slot + count - at
+                for i in range(n):
+                    view = memory.view(group, at + i)
+                    assert view.shape == (size,) and (not size or view.ctypes.data == address + i * size)
+                    assert np.array_equal(view, self.content.get((group, at + i), np.zeros_like(view)))
+                at += n
 
     @invariant()
     def what_is_promised(self) -> None:
