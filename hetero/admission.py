@@ -5,7 +5,23 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hetero.kv.manager import KVManager
-from hetero.request import Request
+from hetero.request import Request, RequestError
+
+# After so many preemptions a request comes back only when nothing can preempt it again.
+MAX_PREEMPTIONS = 3
+
+
+def check_prompt_fits(num_prompt_tokens: int, max_model_len: int) -> None:
+    """Raise RequestError when a prompt of this length leaves no room for one token."""
+    if num_prompt_tokens >= max_model_len:
+        raise RequestError(
+            f"the prompt has {num_prompt_tokens} tokens; together with at least one generated token "
+            f"it must fit into a context of {max_model_len} tokens",
+            field="prompt",
+            code="context_length_exceeded",
+        )
+    if num_prompt_tokens < 1:
+        raise RequestError("the prompt has no tokens", field="prompt", code=None)
 
 
 class Admission:

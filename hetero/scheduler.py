@@ -3,19 +3,17 @@
 from __future__ import annotations
 
 import itertools
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from hetero import shares
-from hetero.admission import Admission
+from hetero.admission import MAX_PREEMPTIONS, Admission, check_prompt_fits
 from hetero.batch import Step
 from hetero.drafts import Drafter, add_drafts
 from hetero.kv.manager import KVManager
-from hetero.request import FinishReason, Request, RequestError, RequestStatus
+from hetero.request import FinishReason, Request, RequestStatus
+from hetero.scheduler_checks import check_scheduler
 from hetero.stats import SchedulerCounters
-
-# After so many preemptions a request comes back only when nothing can preempt it again.
-MAX_PREEMPTIONS = 3
 
 
 class Scheduler:
@@ -94,15 +92,7 @@ class Scheduler:
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise RequestError when a prompt of this length leaves no room for one token."""
-        if num_prompt_tokens >= self.max_model_len:
-            raise RequestError(
-                f"the prompt has {num_prompt_tokens} tokens; together with at least one generated token "
-                f"it must fit into a context of {self.max_model_len} tokens",
-                field="prompt",
-                code="context_length_exceeded",
-            )
-        if num_prompt_tokens < 1:
-            raise RequestError("the prompt has no tokens", field="prompt", code=None)
+        check_prompt_fits(num_prompt_tokens, self.max_model_len)
 
     def max_total_tokens(self, request: Request) -> int:
         """Tokens of prompt and output after which the request ends with "length"."""
@@ -151,7 +141,7 @@ class Scheduler:
         self._schedule_running(step, most)
         self._schedule_waiting(step, most)
         self._add_drafts(step)
-        step.spills, step.loads = self.kv.host.spills, self.kv.host.loads
+        step.spills, step.loads = self.kv.take_moves()
         if not (step.requests or step.spills or step.loads):
             return None
         self._steps[step.step_id] = step
@@ -410,29 +400,4 @@ class Scheduler:
 
         `known`: requests that ended must hold nothing.
         """
-        self.kv.check_invariants()
-        order = [self._arrival[r.request_id] for r in (*self._running, *self._waiting)]
-        assert order == sorted(order) and len(set(order)) == len(order), "not in arrival order"
-        assert set(self._requests) == set(self._arrival) and len(order) == len(self._requests)
-        assert len(self._running) <= self.max_num_seqs
-        in_flight = Counter(id(r) for step in self._steps.values() for r in step.requests)
-        steps = self._steps.values()
-        sampling = [id(r) for s in steps for r, due in zip(s.requests, s.sampled, strict=True) if due]
-        assert len(set(sampling)) == len(sampling), "a request waits for two next tokens"
-        for request in self._running:
-            assert request.status is RequestStatus.RUNNING
-            assert request.num_in_flight == in_flight[id(request)]
-            waits = request.num_computed_tokens == request.num_tokens
-            assert waits == (id(request) in sampling)
-            assert request.num_computed_tokens <= request.num_tokens < self.max_total_tokens(request)
-            assert request.num_preemptions <= MAX_PREEMPTIONS
-        for request in self._waiting:
-            assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
-            assert not request.in_flight and not request.block_tables
-        for request in known:
-            assert (request.status is RequestStatus.FINISHED) == (request.request_id not in self._requests)
-            assert 0 <= request.num_cached_tokens < len(request.prompt_token_ids)
-            if request.status is RequestStatus.FINISHED:
-                assert not request.block_tables and (self._doomed or not request.in_flight)
-        steps = self._steps.values()
-        assert self.kv.num_pinned == sum(len(step.copies) + len(step.loads) for step in steps)
+        check_scheduler(self, known)

@@ -65,8 +65,8 @@ class SlotPool:
     only     a node's, which has nothing else; not pinned
     pinned   part of a move whose step has not ended, or held for a tier below; with or without a node
 
-    Every operation is O(1). Free slots are handed out lowest first where none was freed yet: the memory
-    behind them is touched only then.
+    Every operation is O(1). Slots that were never used are handed out last first: the blocks of a sequence
+    leave in that order, too, and what lies in a row at both ends is copied as one.
     """
 
     def __init__(self, num_slots: int, group: int = 0):
@@ -74,7 +74,7 @@ class SlotPool:
         self.pins = [0] * num_slots
         self._group = group
         self._owners: list[Node | None] = [None] * num_slots
-        self._free = list(range(num_slots))[::-1]
+        self._free = list(range(num_slots))
         self._spare: OrderedDict[int, None] = OrderedDict()  # what became so longest ago first
         self._only: OrderedDict[int, None] = OrderedDict()
 
@@ -216,9 +216,14 @@ class HostTier:
         self.counters.loaded_blocks += 1
         self.counters.loaded_bytes += self.block_bytes[g]
 
+    def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
+        """(spills, loads) of the step. Spills by block: those in a row are copied as one."""
+        self.spills.sort(key=lambda move: (move.group, move.block))
+        return self.spills, self.loads
+
     def unpin(self, spills: Sequence[BlockMove], loads: Sequence[BlockMove]) -> None:
         """The step of these moves has ended. What is further back in a sequence counts as older."""
-        for move in (*spills, *reversed(loads)):
+        for move in (*reversed(spills), *reversed(loads)):
             self.slots[move.group].unpin(move.slot)
 
     def check_invariants(self) -> None:

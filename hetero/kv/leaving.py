@@ -61,6 +61,8 @@ def spill(kv: KVManager, node: Node, g: int) -> bool:
     pool.keep(slot, node)
     node.slots[g] = slot
     host.spill(g, block, slot)
+    if kv.below is not None:
+        kv.below.spilled(node)
     return True
 
 

@@ -6,13 +6,14 @@ from collections import Counter
 from collections.abc import Iterable, Sequence
 
 from hetero.batch import BlockCopy, BlockMove, Step
+from hetero.kv.below import Below
 from hetero.kv.block_pool import SCRATCH_BLOCK, BlockPool
 from hetero.kv.checks import check_manager
 from hetero.kv.groups import KVGroup
 from hetero.kv.host_tier import HostTier
 from hetero.kv.in_place import likely_blocks, make_way, place_matched
 from hetero.kv.leaving import detach, drop, prune
-from hetero.kv.matching import match
+from hetero.kv.matching import copy_tail, match
 from hetero.kv.prefix_tree import Node, PrefixTree
 from hetero.request import Request
 
@@ -68,6 +69,7 @@ class KVManager:
         self.block_size = block_size
         self.pools = [BlockPool(g.num_blocks) for g in self.groups]
         self.host = host or HostTier([0] * len(self.groups))
+        self.below: Below | None = None  # a further tier, told what happens here
         self._windowed = any(g.window is not None for g in self.groups)
         self.tree = PrefixTree(block_size)
         self.num_pinned = 0  # references held by copies and loads whose step has not ended
@@ -158,34 +160,7 @@ class KVManager:
             if placed is None:
                 return []
             moved = placed
-        return moved + self._copy_tail(request, cursor)
-
-    def _copy_tail(self, request: Request, cursor: _Cursor) -> list[BlockCopy]:
-        start, limit = request.num_computed_tokens, request.num_tokens - 1
-        if start % self.block_size or start >= limit:
-            return []
-        wanted = tuple(request.token_ids(start, min(start + self.block_size, limit)))
-        found = self.tree.closest(cursor.node, wanted)
-        if found is None or found[0].step_id >= self._step_id:
-            return []
-        node, length = found
-        held = [cursor.depth + 1 if b is None else h for h, b in zip(cursor.held, node.blocks, strict=True)]
-        if not self.covers(held, start + length):
-            return []
-        sources = [block for block in node.blocks if block is not None]
-        for pool, block in zip(self.pools, sources, strict=True):
-            pool.acquire(block)
-        if not all(self.available_blocks()):
-            for pool, block in zip(self.pools, sources, strict=True):
-                pool.release(block)
-            return []
-        copies = []
-        for g, source in enumerate(sources):
-            target = self.take(g, request)
-            request.block_tables[g].append(target)
-            copies.append(self.pin(g, source, target))
-        self.advance(request, start + length)
-        return copies
+        return moved + copy_tail(self, cursor)
 
     def pin(self, g: int, source: int, target: int) -> BlockCopy:
         """A copy that takes over a reference to its source."""
@@ -207,6 +182,12 @@ class KVManager:
             self._pins[g, block] -= 1
             if not self._pins[g, block]:
                 del self._pins[g, block]
+
+    def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
+        """Spills and loads of the step being scheduled, once all requests have their share of it."""
+        if self.below is not None:
+            self.below.plan()
+        return self.host.take_moves()
 
     def end_step(self, step: Step) -> None:
         """A step has ended, well or not: what its copies and moves have pinned may go."""
@@ -362,6 +343,8 @@ class KVManager:
                 found = self.tree.closest(cursor.node, tail)
                 if found is None or found[1] < len(tail):
                     prune(self, self._enter(cursor.node, tail, request, cursor.depth, 0))
+            if self.below is not None and self.tree.attached(cursor.node):
+                self.below.left(cursor.node)
         elif cursor.tail and self.tree.attached(cursor.node):  # as if it had not been taken
             tail = tuple(request.token_ids(cursor.depth * self.block_size, request.num_computed_tokens))
             prune(self, self._enter(cursor.node, tail[: cursor.tail], request, cursor.depth, 0))
@@ -379,6 +362,8 @@ class KVManager:
                 drop(self, node)
         for cursor in self._cursors.values():
             cursor.tail = 0
+        if self.below is not None:
+            self.below.cleared()
 
     def _cursor(self, request: Request) -> _Cursor:
         cursor = self._cursors.get(request.request_id)

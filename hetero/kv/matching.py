@@ -11,6 +11,7 @@ from bisect import bisect_left
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
+from hetero.batch import BlockCopy
 from hetero.kv.block_pool import SCRATCH_BLOCK
 from hetero.kv.prefix_tree import Node
 
@@ -187,3 +188,33 @@ def _load(kv: KVManager, cursor: _Cursor, g: int, node: Node, slot: int | None) 
         node.blocks[g] = block
         node.step_id = max(node.step_id, kv.step_id)
     return block
+
+
+def copy_tail(kv: KVManager, cursor: _Cursor) -> list[BlockCopy]:
+    """Copies of a cached block's beginning that the request goes on from; see KVManager.match_tail."""
+    request = cursor.request
+    start, limit = request.num_computed_tokens, request.num_tokens - 1
+    if start % kv.block_size or start >= limit:
+        return []
+    wanted = tuple(request.token_ids(start, min(start + kv.block_size, limit)))
+    found = kv.tree.closest(cursor.node, wanted)
+    if found is None or found[0].step_id >= kv.step_id:
+        return []
+    node, length = found
+    held = [cursor.depth + 1 if b is None else h for h, b in zip(cursor.held, node.blocks, strict=True)]
+    if not kv.covers(held, start + length):
+        return []
+    sources = [block for block in node.blocks if block is not None]
+    for pool, block in zip(kv.pools, sources, strict=True):
+        pool.acquire(block)
+    if not all(kv.available_blocks()):
+        for pool, block in zip(kv.pools, sources, strict=True):
+            pool.release(block)
+        return []
+    copies = []
+    for g, source in enumerate(sources):
+        target = kv.take(g, request)
+        request.block_tables[g].append(target)
+        copies.append(kv.pin(g, source, target))
+    kv.advance(request, start + length)
+    return copies

@@ -9,12 +9,13 @@ from dataclasses import dataclass, field
 from fake_device import Device, extend_hash, first_hash, is_eos, next_token
 from simulated_cases import Case, draw_case
 
+from hetero.admission import MAX_PREEMPTIONS
 from hetero.batch import Step, build
 from hetero.kv.costs import MIN_TOKENS
 from hetero.kv.host_tier import HostTier
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request
-from hetero.scheduler import MAX_PREEMPTIONS, Scheduler
+from hetero.scheduler import Scheduler
 
 
 def alone(request: Request, max_total: int) -> tuple[list[int], FinishReason]:

@@ -8,12 +8,13 @@ import pytest
 from simulated_cases import Case
 from simulation import Outcome, Simulation
 
+from hetero.admission import MAX_PREEMPTIONS
 from hetero.batch import Step
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request, RequestError, RequestStatus
 from hetero.sampling.params import SamplingParams
-from hetero.scheduler import MAX_PREEMPTIONS, Scheduler
+from hetero.scheduler import Scheduler
 
 SIZE = 16
 
