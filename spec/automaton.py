@@ -12,11 +12,14 @@ STATE_COLUMNS = 6
 E_STATE, E_TOKEN, E_TARGET, E_NEXT, E_CHAIN = range(5)
 EDGE_COLUMNS = 5
 # Entries of `counts` (int64).
-TOKENS, STATES, NUM_EDGES, LAST, MATCH, MATCH_END = range(6)
-COUNTS = 6
+TOKENS, STATES, NUM_EDGES, LAST, MATCH, MATCH_END, ANCHOR, DEPARTED, BESIDE = range(9)
+COUNTS = 9
 
 ROOT = 0
 REFRESH = 256  # ancestors whose most recent position a new token renews
+COPY = 12  # tokens that match before a departure is taken for an edit
+PATIENCE = 16  # tokens after which a copy that did not go on is given up
+SKIPPED = 8  # tokens of the original that an edit may leave out
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
 
@@ -92,6 +95,7 @@ def empty(states, buckets, counts):
     """Make the automaton of the empty text."""
     buckets[:] = -1
     counts[:] = 0
+    counts[ANCHOR] = -1
     counts[LAST] = _new_state(0, -1, -1, states, counts)
 
 
@@ -138,4 +142,35 @@ def extend(tokens, text, states, edges, buckets, counts):
                 break
             states[matched, RECENT] = end
             matched = states[matched, LINK]
+        _follow(text, counts)
     return tokens.shape[0]
+
+
+@njit(nogil=True, cache=True)
+def _follow(text, counts):
+    """Keep BESIDE, the last token's place in the original of a copy that was edited.
+
+    ANCHOR is where the copy departed, DEPARTED the tokens since. A token is looked for from ANCHOR on, next
+    to where it would be if tokens were only replaced; what is nowhere there replaces.
+
+        original  a b c d e f g h          BESIDE after  x: d   x y: e   x y g: g
+        copy      a b c x y g              ANCHOR: c
+    """
+    end = counts[TOKENS] - 1
+    if counts[MATCH] >= COPY:
+        counts[ANCHOR] = counts[BESIDE] = counts[MATCH_END]
+        counts[DEPARTED] = 0
+        return
+    counts[DEPARTED] += 1
+    if counts[ANCHOR] < 0 or counts[DEPARTED] > PATIENCE:
+        counts[ANCHOR] = -1
+        return
+    anchor, departed = counts[ANCHOR], counts[DEPARTED]
+    replaced = anchor + departed
+    if departed > 1 and text[counts[BESIDE] + 1] == text[end]:
+        counts[BESIDE] += 1
+        return
+    counts[BESIDE], nearest = min(replaced, end - 1), departed + SKIPPED
+    for place in range(anchor + 1, min(replaced + SKIPPED + 1, end)):
+        if text[place] == text[end] and abs(place - replaced) < nearest:
+            counts[BESIDE], nearest = place, abs(place - replaced)

