@@ -6,40 +6,25 @@ import logging
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from hetero import batch
 from hetero.batch import Step
+from hetero.generation import Generation, Outcome, Sink, one_line, sample_step
 from hetero.protocols import GrammarLike, ResultLike, RunnerLike, SamplerLike, TokenizerLike
-from hetero.request import FinishReason, OutputDelta, Request, TokenLogprob
+from hetero.request import FinishReason, OutputDelta, Request
 from hetero.sampling.sampler import SamplerState
 from hetero.scheduler import Scheduler
+from hetero.speculation import Speculation
 from hetero.stats import EngineStats, StageTotals
 from hetero.text.detokenizer import Detokenizer
 
 log = logging.getLogger(__name__)
 
-Sink = Callable[[OutputDelta], None]
 DEVICE_UNAVAILABLE = "device_unavailable"  # code of errors that end when a lost device is back
 WAIT_SECONDS = 0.5  # how long a round waits for a device before it lets its caller look around
-
-
-@dataclass(slots=True)
-class _Generation:
-    """What the engine keeps of a request beside what the scheduler does."""
-
-    request: Request
-    sink: Sink
-    state: SamplerState
-    detokenizer: Detokenizer
-    grammar: GrammarLike | None
-    mask: np.ndarray | None
-    scheduled: bool = False
-    last_token_time: float | None = None
-    error: str | None = None
-    error_code: str | None = None
 
 
 @dataclass(slots=True)
@@ -48,16 +33,6 @@ class _Flight:
 
     step: Step
     error: Exception | None = None
-
-
-@dataclass(slots=True)
-class _Outcome:
-    """What sampling did to the requests of a step, by position in the step."""
-
-    tokens: list[int | None]
-    texts: list[str]
-    logprobs: list[TokenLogprob | None]
-    finished: dict[str, FinishReason] = field(default_factory=dict)
 
 
 class Engine:
@@ -76,6 +51,7 @@ class Engine:
         sampler: SamplerLike,
         block_size: int,
         clock: Callable[[], float] = time.monotonic,
+        speculation: Speculation | None = None,
     ):
         self.tokenizer = tokenizer
         self.scheduler = scheduler
@@ -83,10 +59,11 @@ class Engine:
         self.sampler = sampler
         self.block_size = block_size
         self.clock = clock
+        self.speculation = scheduler.drafter = speculation
         self.before_wait: Callable[[], None] = lambda: None  # called when the devices have their work
         self.last_progress = clock()  # when a step last ended, or work came after a pause
         self.failed_steps = 0  # in a row, up to now
-        self._generations: dict[str, _Generation] = {}
+        self._generations: dict[str, Generation] = {}
         self._flights: deque[_Flight] = deque()
         self._stats = EngineStats(stages=[StageTotals() for _ in runner.restarts])
         self._busy_since: float | None = None  # end of the step before, while there is work
@@ -106,7 +83,9 @@ class Engine:
         self.scheduler.add(request)
         if not self._generations:
             self.last_progress = self.clock()
-        self._generations[request.request_id] = _Generation(request, sink, state, detokenizer, grammar, mask)
+        self._generations[request.request_id] = Generation(request, sink, state, detokenizer, grammar, mask)
+        if self.speculation is not None:
+            self.speculation.add(request)
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as it is in no step in flight. Unknown ids are ignored."""
@@ -171,6 +150,7 @@ class Engine:
             inter_token=own.inter_token.copy(),
             queue=own.queue.copy(),
             e2e=own.e2e.copy(),
+            speculation=None if self.speculation is None else self.speculation.stats.copy(),
         )
 
     def check_invariants(self) -> None:
@@ -196,9 +176,9 @@ class Engine:
             flight.error = error
         for request in step.requests:
             generation = self._generations[request.request_id]
-            if not generation.scheduled:
-                generation.scheduled = True
-                self._stats.queue.observe(self.clock() - request.arrival_time)
+            if generation.first_step_time is None:
+                generation.first_step_time = self.clock()
+                self._stats.queue.observe(generation.first_step_time - request.arrival_time)
         return True
 
     def _is_greedy(self, step: Step) -> bool:
@@ -225,12 +205,16 @@ class Engine:
             self._fail_step(step, result.error or RuntimeError("no logits came back"))
         else:
             try:
-                outcome = self._sample(step, result.logits, result.argmax)
+                outcome = sample_step(
+                    step, self._generations, self.sampler, self.tokenizer, result.logits, result.argmax
+                )
             except Exception as error:  # not one request's fault: the whole step is lost
                 self._fail_step(step, error)
             else:
                 self.failed_steps = 0
-                ended = self.scheduler.update(step, outcome.tokens, outcome.finished)
+                ended = self.scheduler.update(step, outcome.sampled(), outcome.finished, outcome.num_accepted)
+                if self.speculation is not None:
+                    self.speculation.observe(step, outcome.tokens, outcome.num_accepted)
                 self._deliver_step(step, outcome, ended)
         graph_seconds = sum(stage.graph_seconds for stage in result.stages)
         busy_seconds = max((stage.busy_seconds for stage in result.stages), default=graph_seconds)
@@ -240,14 +224,16 @@ class Engine:
             totals.transfer_seconds += max(0.0, times.busy_seconds - times.graph_seconds)
             totals.bytes_in += times.bytes_in
             totals.bytes_out += times.bytes_out
-        self._account(min(graph_seconds, busy_seconds))
+        self._account(step, min(graph_seconds, busy_seconds))
 
-    def _account(self, computed_seconds: float) -> None:
+    def _account(self, step: Step, computed_seconds: float) -> None:
         now = self.clock()
         assert self._busy_since is not None
         seconds = now - self._busy_since
         self._busy_since = self.last_progress = now
         self._stats.step_seconds += seconds
+        if self.speculation is not None:
+            self.speculation.observe_seconds(step, seconds)
         self._stats.host_seconds += max(0.0, seconds - computed_seconds)
 
     def _fail_step(self, step: Step, error: Exception) -> None:
@@ -262,7 +248,7 @@ class Engine:
         self.last_progress = self.clock()
         nothing: list[int | None] = [None] * len(step.requests)
         for request in self.scheduler.update(step, nothing, failed=True):
-            self._end_failed(request, lost or f"the device failed: {_one_line(error)}", lost is not None)
+            self._end_failed(request, lost or f"the device failed: {one_line(error)}", lost is not None)
 
     def _let_go(self, lost: str) -> None:
         """Nothing is in flight and a stage is lost: end all requests, and let it come back."""
@@ -276,72 +262,18 @@ class Engine:
         generation.error, generation.error_code = text, DEVICE_UNAVAILABLE if lost else None
         self._deliver_end(request, OutputDelta())
 
-    def _sample(self, step: Step, logits: np.ndarray, argmax: np.ndarray | None) -> _Outcome:
-        size = len(step.requests)
-        outcome = _Outcome([None] * size, [""] * size, [None] * size)
-        due = [i for i, sampled in enumerate(step.sampled) if sampled]
-        generations = [self._generations[step.requests[i].request_id] for i in due]
-        masks = [self._mask(g) for g in generations]
-        states = [g.state for g in generations]
-        results = self.sampler.sample(logits, states, masks, argmax) if due else []
-        for i, generation, result in zip(due, generations, results, strict=True):
-            request = generation.request
-            if request.abort_requested:
-                continue
-            if generation.error is None:
-                generation.error = result.error
-            reason: FinishReason | None = FinishReason.ERROR
-            if generation.error is None:
-                outcome.tokens[i], outcome.logprobs[i] = result.token_id, result.logprob
-                outcome.texts[i], reason = self._take_token(generation, result.token_id)
-            if reason is not None:
-                outcome.finished[request.request_id] = reason
-        return outcome
-
-    def _mask(self, generation: _Generation) -> np.ndarray | None:
-        if generation.grammar is None or generation.mask is None:
-            return None
-        try:
-            generation.grammar.fill_mask(generation.mask)
-        except Exception as error:
-            generation.error = f"response_format: {_one_line(error)}"
-            return None
-        return generation.mask
-
-    def _take_token(self, generation: _Generation, token_id: int) -> tuple[str, FinishReason | None]:
-        """The text that the token makes certain, and why the request ends with it, if it does."""
-        params = generation.request.params
-        text = ""
-        try:
-            finished = False
-            if generation.grammar is not None:
-                if not generation.grammar.accept(token_id):
-                    raise ValueError(f"token {token_id} was sampled but is not allowed")
-                finished = generation.grammar.is_finished
-            if token_id in params.stop_token_ids:
-                return "", FinishReason.STOP
-            if token_id in self.tokenizer.eog_ids:
-                finished = finished or not params.ignore_eos
-            else:
-                text = generation.detokenizer.push(token_id)
-        except Exception as error:
-            generation.error = _one_line(error)
-            return "", FinishReason.ERROR
-        return text, FinishReason.STOP if finished or generation.detokenizer.stopped else None
-
     # -- delivery --------------------------------------------------------------------------------
 
-    def _deliver_step(self, step: Step, outcome: _Outcome, ended: Sequence[Request]) -> None:
+    def _deliver_step(self, step: Step, outcome: Outcome, ended: Sequence[Request]) -> None:
         now = self.clock()
-        for i, token_id in enumerate(outcome.tokens):
-            if token_id is None:
+        for i, token_ids in enumerate(outcome.tokens):
+            if not token_ids:
                 continue
             generation = self._generations[step.requests[i].request_id]
-            delta = OutputDelta(text=outcome.texts[i], token_ids=[token_id])
-            logprob = outcome.logprobs[i]
-            if logprob is not None:
-                delta.logprobs.append(logprob)
-            self._observe_token(generation, now)
+            generation.num_drafted += len(step.drafts[i])
+            generation.num_accepted += outcome.num_accepted[i]
+            delta = OutputDelta(outcome.texts[i], token_ids, outcome.logprobs[i])
+            self._observe_tokens(generation, now, len(token_ids))
             if generation.request.finish_reason is None:
                 _send(generation, delta)
             else:
@@ -350,11 +282,14 @@ class Engine:
             if request.request_id in self._generations:
                 self._deliver_end(request, OutputDelta())
 
-    def _observe_token(self, generation: _Generation, now: float) -> None:
+    def _observe_tokens(self, generation: Generation, now: float, count: int) -> None:
+        """`count` tokens came at the same time: they share the time since the last one."""
         if generation.last_token_time is None:
             self._stats.ttft.observe(now - generation.request.arrival_time)
+            generation.first_token_time = now
         else:
-            self._stats.inter_token.observe(now - generation.last_token_time)
+            for _ in range(count):
+                self._stats.inter_token.observe((now - generation.last_token_time) / count)
         generation.last_token_time = now
 
     def _deliver_end(self, request: Request, delta: OutputDelta) -> None:
@@ -368,16 +303,15 @@ class Engine:
         delta.num_prompt_tokens = len(request.prompt_token_ids)
         delta.num_output_tokens = len(request.output_token_ids)
         delta.num_cached_tokens = request.num_cached_tokens
+        delta.timings = generation.timings()
+        if self.speculation is not None:
+            self.speculation.remove(request)
         self._stats.e2e.observe(self.clock() - request.arrival_time)
         _send(generation, delta)
 
 
-def _send(generation: _Generation, delta: OutputDelta) -> None:
+def _send(generation: Generation, delta: OutputDelta) -> None:
     try:
         generation.sink(delta)
     except Exception:  # one client's trouble is nobody else's
         log.exception("delivery to request %s failed", generation.request.request_id)
-
-
-def _one_line(error: Exception) -> str:
-    return " ".join(str(error).split())[:500] or type(error).__name__

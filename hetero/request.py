@@ -82,6 +82,23 @@ class TokenLogprob:
 
 
 @dataclass(slots=True)
+class Timings:
+    """What one request cost, under llama-server's names: numbers of tokens, and seconds.
+
+    The prompt's time runs from the first step to the first token; the time of what was predicted from there
+    to the last token. `draft_n` tokens were guessed and computed, `draft_n_accepted` of them were right.
+    """
+
+    cache_n: int = 0
+    prompt_n: int = 0  # tokens that were computed, not found
+    prompt_seconds: float = 0.0
+    predicted_n: int = 0
+    predicted_seconds: float = 0.0
+    draft_n: int = 0
+    draft_n_accepted: int = 0
+
+
+@dataclass(slots=True)
 class OutputDelta:
     """What a request produced since the last delta. The last one has `finish_reason` set.
 
@@ -98,6 +115,7 @@ class OutputDelta:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
+    timings: Timings | None = None  # in the last delta of a request that was computed
 
 
 class RequestError(ValueError):

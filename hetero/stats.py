@@ -74,6 +74,37 @@ class StageTotals:
     counters: dict[str, int] = field(default_factory=dict)  # of StageBackend.counters
 
 
+DRAFT_BOUNDS = (0, 1, 2, 4, 8, 16, 32)  # tokens
+
+
+@dataclass(slots=True)
+class SpeculationStats:
+    """Guessed tokens since the start, by the name of their proposer.
+
+    `accepted[name][i]`: how often guess i of a draft was right. `chosen`: tokens of the drafts that were
+    computed, 0 where none was worth it. `request_tokens`: tokens that a request got from one step.
+    """
+
+    drafted: dict[str, int]
+    accepted: dict[str, list[int]]
+    chosen: Histogram
+    request_tokens: Histogram
+
+    @classmethod
+    def of(cls, names: Sequence[str], max_tokens: int) -> SpeculationStats:
+        """All zero."""
+        return cls(
+            dict.fromkeys(names, 0),
+            {name: [0] * max_tokens for name in names},
+            Histogram(DRAFT_BOUNDS),
+            Histogram(DRAFT_BOUNDS[1:]),
+        )
+
+    def copy(self) -> SpeculationStats:
+        accepted = {name: list(counts) for name, counts in self.accepted.items()}
+        return SpeculationStats(dict(self.drafted), accepted, self.chosen.copy(), self.request_tokens.copy())
+
+
 @dataclass(slots=True)
 class EngineStats:
     """A snapshot. Counters are totals since the start, times are seconds.
@@ -99,3 +130,4 @@ class EngineStats:
     inter_token: Histogram = field(default_factory=_tokens)
     queue: Histogram = field(default_factory=_requests)
     e2e: Histogram = field(default_factory=_requests)
+    speculation: SpeculationStats | None = None

@@ -1,0 +1,109 @@
+"""Guesses for running requests: who makes them, how many are computed, and how they did."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+from hetero.batch import Step
+from hetero.request import Request
+from hetero.stats import SpeculationStats
+from spec.base import Draft, Proposer
+from spec.policy import Acceptance, Policy, RequestAcceptance
+
+MAX_STEP_DRAFTS = 64  # in all of a step: the last stage keeps a row of logits for each
+
+Chain = Callable[[Request], Sequence[Proposer]]
+
+
+class _Guessed:
+    """A request's proposers, made when its first token is due, and how right they are."""
+
+    __slots__ = ("acceptance", "best", "draft", "known", "proposers")
+
+    def __init__(self, acceptance: RequestAcceptance):
+        self.acceptance = acceptance
+        self.proposers: Sequence[Proposer] = ()
+        self.known = 0  # tokens that the proposers were told
+        self.best = 0  # the proposer of `draft`
+        self.draft = Draft([], 0)
+
+
+class Speculation:
+    """The scheduler's drafter. The engine tells it of requests, of what steps gave and of what they took.
+
+    Of several proposers the one with the longest match is believed, the first of equals. What the policy
+    leaves out is compared with the text all the same, so that it knows when guessing would pay again.
+    """
+
+    def __init__(self, names: Sequence[str], chain: Chain, max_tokens: int):
+        """`chain` makes a request's proposers, in the order of `names`. `max_tokens`: of one draft."""
+        self._names, self._chain, self._max_tokens = tuple(names), chain, max_tokens
+        self._acceptance = Acceptance(len(self._names))
+        self._policy = Policy()
+        self._requests: dict[str, _Guessed] = {}
+        self.stats = SpeculationStats.of(self._names, max_tokens)
+
+    def add(self, request: Request) -> None:
+        self._requests[request.request_id] = _Guessed(RequestAcceptance(self._acceptance))
+
+    def remove(self, request: Request) -> None:
+        """The request has ended."""
+        self._requests.pop(request.request_id, None)
+
+    def draft(
+        self, due: Sequence[Request], limits: Sequence[int], num_tokens: int, room: int, /
+    ) -> list[list[int]]:
+        """See drafts.Drafter."""
+        found = [self._propose(request) for request in due]
+        chances = [g.acceptance.chances(limit) for g, limit in zip(found, limits, strict=True)]
+        counts = self._policy.choose(chances, min(room, MAX_STEP_DRAFTS))
+        for count in counts:
+            self.stats.chosen.observe(count)
+        return [g.draft.token_ids[:count] for g, count in zip(found, counts, strict=True)]
+
+    def _propose(self, request: Request) -> _Guessed:
+        guessed = self._requests[request.request_id]
+        if not guessed.known:
+            guessed.proposers = self._chain(request)
+        news = request.token_ids(guessed.known, request.num_tokens)
+        guessed.known += len(news)
+        best = Draft([], 0)
+        for index, proposer in enumerate(guessed.proposers):
+            proposer.extend(news)
+            draft = proposer.propose(self._max_tokens)
+            if draft.match_length > best.match_length:
+                best, guessed.best = draft, index
+        guessed.draft = best
+        guessed.acceptance.propose(guessed.best, best)
+        return guessed
+
+    def observe(self, step: Step, token_ids: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:
+        """What a step's requests got, and how many of their guesses were right."""
+        for request, draft, tokens, accepted in zip(
+            step.requests, step.drafts, token_ids, num_accepted, strict=True
+        ):
+            guessed = self._requests.get(request.request_id)
+            if guessed is None or not tokens:
+                continue
+            guessed.acceptance.observe(tokens)
+            self.stats.request_tokens.observe(len(tokens))
+            if draft:
+                name = self._names[guessed.best]
+                self.stats.drafted[name] += len(draft)
+                for position in range(accepted):
+                    self.stats.accepted[name][position] += 1
+
+    def observe_seconds(self, step: Step, seconds: float) -> None:
+        """What a step took. Only steps without prompts say what a token more costs."""
+        drafted = sum(map(len, step.drafts))
+        if step.requests and step.num_tokens == len(step.requests) + drafted and all(step.sampled):
+            self._policy.cost.observe(step.num_tokens, seconds)
+
+    def check_invariants(self) -> None:
+        """Raise AssertionError unless counts add up."""
+        self._acceptance.check_invariants()
+        self._policy.cost.check_invariants()
+        for guessed in self._requests.values():
+            guessed.acceptance.check_invariants()
+        for name, drafted in self.stats.drafted.items():
+            assert sum(self.stats.accepted[name]) <= drafted
