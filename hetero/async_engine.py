@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hetero.engine import DEVICE_UNAVAILABLE, Engine
-from hetero.request import FinishReason, OutputDelta, Request, RequestError
+from hetero.request import CLIENT, FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
 from hetero.stats import EngineStats
 from hetero.text.grammar import Grammar, GrammarCompiler
@@ -228,7 +228,7 @@ class AsyncEngine:
         self._engine.scheduler.check_fits(len(prompt))
         if not 0 <= min(prompt) <= max(prompt) < self.info.n_vocab:
             raise RequestError(f"token ids must be from 0 to {self.info.n_vocab - 1}")
-        request = Request(request_id, prompt, params, arrival_time=self._engine.clock())
+        request = Request(request_id, prompt, params, self._engine.clock(), client=CLIENT.get())
         loop = asyncio.get_running_loop()
         stream = RequestStream(request_id, self._post_abort)
         ref = weakref.ref(stream)  # a strong one would keep a dropped stream's request running
@@ -311,7 +311,7 @@ class AsyncEngine:
         if thread is not None and thread.is_alive():
             log.error("the engine does not stop: its devices are left to the operating system")
         else:
-            await asyncio.to_thread(self._engine.runner.close)
+            await asyncio.to_thread(self._engine.close)
 
     def _has_work(self) -> bool:
         return self._engine.has_work or not self._inbox.empty()

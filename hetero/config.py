@@ -21,6 +21,9 @@ CONFIG_FILE = "hetero.toml"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
 ISOLATION = ("auto", "all", "off")
+SPECULATION = ("off", "ngram", "store")
+SPEC_SCOPES = ("shared", "key")
+MAX_STEP_DRAFTS = 64  # guessed tokens in a step; each wants a row of logits
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -113,6 +116,40 @@ class Settings:
         low=16,
         high=65536,
     )
+    spec: str = setting(
+        "store",
+        "Guess tokens ahead and verify them in the same step, which changes no answer: from what the request "
+        "itself repeats (ngram), also from what was served before (store), or not at all (off). How many "
+        "guesses are computed is decided from step to step by what they cost and how often they are right.",
+        kind="choice",
+        choices=SPECULATION,
+    )
+    spec_tokens: int = setting(
+        16, "Tokens that are guessed ahead at most.", kind="int", low=1, high=MAX_STEP_DRAFTS
+    )
+    spec_store: str | None = setting(
+        None,
+        "File in which what speculation has learned is kept from one start to the next. It holds pieces of "
+        "what was served. Without one it is forgotten.",
+        kind="path",
+    )
+    spec_corpus: str | None = setting(
+        None, "Folder of texts, such as source code, that speculation learns at the start.", kind="path"
+    )
+    spec_memory: int = setting(
+        64 << 20,
+        "Memory for what speculation learns. 14 bytes a token, taken as it fills up.",
+        kind="size",
+        low=1 << 20,
+        high=1 << 32,
+    )
+    spec_scope: str = setting(
+        "shared",
+        "Whether speculation guesses from what was served to anybody (shared) or only to the same API key "
+        "(key): how fast an answer comes can tell what was served before.",
+        kind="choice",
+        choices=SPEC_SCOPES,
+    )
     api_key: tuple[str, ...] = setting((), "Key that clients must send.", kind="list", secret=True)
     api_key_file: str | None = setting(None, "File with one API key on each line.", kind="path")
     allowed_host: tuple[str, ...] = setting(
@@ -133,6 +170,11 @@ class Settings:
         None, "Name of the model in the API. Default: the file's name.", kind="str"
     )
     log_level: str = setting("info", "What is logged to stderr.", kind="choice", choices=LOG_LEVELS)
+
+    @property
+    def draft_rows(self) -> int:
+        """Rows of logits that guesses need in a step."""
+        return 0 if self.spec == "off" else MAX_STEP_DRAFTS
 
 
 SPECS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}

@@ -124,6 +124,12 @@ class Engine:
             self._busy_since = None
         return self._busy_since is not None
 
+    def close(self) -> None:
+        """Free the devices, and keep what was learned. Nothing runs."""
+        self.runner.close()
+        if self.speculation is not None:
+            self.speculation.close()
+
     def stats(self) -> EngineStats:
         """A snapshot; may be called from any thread."""
         counters, own = self.scheduler.counters, self._stats

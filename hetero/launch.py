@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from hetero.pipeline.runner import Runner
     from hetero.plan.calibrate import OpenStage
     from hetero.plan.times import DeviceTimes
+    from hetero.speculation import Speculation
     from hetero.text.template import ChatTemplate
     from hetero.text.tokenizer import Tokenizer
 
@@ -162,6 +163,7 @@ def load(
         except ValueError as exc:  # its vocabulary is missing or of an unknown kind
             raise LaunchError(str(exc)) from exc
         template = _chat_template(settings, prepared.gguf, tokenizer)
+        speculation = _speculation(prepared, settings, tokenizer)
         stages = open_stages(prepared, settings, show)
         show("preparing the sampler", 0.9)
         sampler = Sampler(prepared.config.n_vocab)
@@ -181,10 +183,19 @@ def load(
         plan.max_model_len,
         runner.depth,
     )
-    engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE)
+    engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE, speculation=speculation)
     info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
     places = tuple(_placement(planned, stage) for planned, stage in zip(plan.stages, stages, strict=True))
     return AsyncEngine(engine, tokenizer, template, GrammarCompiler(tokenizer), info), places
+
+
+def _speculation(prepared: Prepared, settings: Settings, tokenizer: Tokenizer) -> Speculation | None:
+    from hetero.proposers import ProposersError, open_speculation
+
+    try:
+        return open_speculation(settings, tokenizer, prepared.gguf, prepared.config.n_vocab)
+    except ProposersError as exc:
+        raise LaunchError(str(exc)) from exc
 
 
 def _attended_in_place(prepared: Prepared, depth: int) -> int:
@@ -290,10 +301,11 @@ def open_stages(prepared: Prepared, settings: Settings, progress: ProgressCallba
 def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[StageSpec]:
     from hetero.pipeline.opening import stage_spec
 
-    plan, tokens, seqs = prepared.plan, settings.max_num_batched_tokens, settings.max_num_seqs
+    plan, tokens = prepared.plan, settings.max_num_batched_tokens
+    rows = min(tokens, settings.max_num_seqs + settings.draft_rows)
     return [
         stage_spec(
-            plan.groups, planned.layers, tokens, seqs, depth, plan.max_model_len, types=planned.kv_types
+            plan.groups, planned.layers, tokens, rows, depth, plan.max_model_len, types=planned.kv_types
         )
         for planned in plan.stages
     ]

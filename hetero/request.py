@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import enum
 import time
+from contextvars import ContextVar
 from dataclasses import dataclass, field
 
 from hetero.sampling.params import SamplingParams
+
+CLIENT: ContextVar[str] = ContextVar("client", default="")  # Request.client of what is being answered
 
 
 class RequestStatus(enum.Enum):
@@ -48,6 +51,7 @@ class Request:
     finish_reason: FinishReason | None = None
     num_in_flight: int = 0  # steps that compute tokens of it and whose results are not in yet
     abort_requested: bool = False
+    client: str = ""  # who asks: a digest of the API key; "" where none is needed
 
     @property
     def in_flight(self) -> bool:

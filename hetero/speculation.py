@@ -5,12 +5,11 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hetero.batch import Step
+from hetero.config import MAX_STEP_DRAFTS
 from hetero.request import Request
 from hetero.stats import SpeculationStats
 from spec.base import Draft, Proposer
 from spec.policy import Acceptance, Policy, RequestAcceptance
-
-MAX_STEP_DRAFTS = 64  # in all of a step: the last stage keeps a row of logits for each
 
 Chain = Callable[[Request], Sequence[Proposer]]
 
@@ -98,6 +97,9 @@ class Speculation:
         drafted = sum(map(len, step.drafts))
         if step.requests and step.num_tokens == len(step.requests) + drafted and all(step.sampled):
             self._policy.cost.observe(step.num_tokens, seconds)
+
+    def close(self) -> None:
+        """Nothing is guessed any more."""
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless counts add up."""

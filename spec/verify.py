@@ -7,10 +7,10 @@ The model has computed a sequence's last known token and its draft in one step:
     sampled    d0    d1    e     -         d0 and d1 are right, e replaces d2, row 3 means nothing
 
 Row i is sampled only when all guesses before it are right, so each token comes from the distribution that
-follows the tokens before it, with the same penalties, masks and random numbers. A guess d is kept with
-its own probability p(d), and otherwise the token has the distribution p without d: that is the acceptance rule
-of speculative sampling (Leviathan, Kalman, Matias 2023; Chen and others 2023) for a proposal that is a point,
-and here even the same text comes out, sampled or greedy, as without guesses.
+follows the tokens before it, with the same penalties, masks and random numbers. A guess d is kept with its
+own probability p(d), and otherwise the token has the distribution p without d: that is the acceptance rule of
+speculative sampling (Leviathan, Kalman, Matias 2023; Chen and others 2023) for a proposal that is a point.
+Here even the same text comes out, sampled or greedy, as without guesses.
 """
 
 from __future__ import annotations

@@ -50,7 +50,7 @@ def model_facts(
         head_bytes=int(head),
         shared_bytes=int(embed) if tied else 0,
         compute_bytes=limits.max_num_batched_tokens * row,
-        logits_bytes=limits.max_num_seqs * config.n_vocab * F32_BYTES,
+        logits_bytes=(limits.max_num_seqs + limits.draft_rows) * config.n_vocab * F32_BYTES,
         rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,
     )
     return with_kv_types(facts, config, limits, kv_types)

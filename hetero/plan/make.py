@@ -64,6 +64,7 @@ def plan_model(
         settings.max_num_batched_tokens,
         settings.pipeline_depth,
         settings.objective == "capacity",
+        settings.draft_rows,
     )
     _check_kv_types(settings, config)
     facts = model_facts(gguf, config, limits, settings.kv_type)

@@ -63,6 +63,7 @@ class Limits:
     max_num_batched_tokens: int = 512
     pipeline_depth: int = 0
     all_memory: bool = False  # for the KV cache that nobody sized, also where other programs live
+    draft_rows: int = 0  # of logits in a step, beside one for each request
 
     def context(self, facts: ModelFacts) -> int:
         """The longest context of one request that is asked for, in tokens."""

@@ -22,6 +22,7 @@ from urllib.parse import urlsplit
 
 from aiohttp import hdrs, web
 
+from hetero.request import CLIENT
 from hetero.server.errors import ApiError
 from hetero.server.settings import ServerSettings
 
@@ -99,18 +100,23 @@ class Gate:
             )
 
     def check_key(self, request: web.BaseRequest) -> None:
-        """Raise ApiError 401 unless a configured key came as `Authorization: Bearer` or `x-api-key`."""
+        """Raise ApiError 401 unless a configured key came as `Authorization: Bearer` or `x-api-key`.
+
+        Whose key it is, what the task submits is marked with.
+        """
         if not self._keys or request.path in PUBLIC_PATHS:
             return
         scheme, _, bearer = request.headers.get(hdrs.AUTHORIZATION, "").partition(" ")
         offered = [request.headers.get("x-api-key", "")]
         if scheme.lower() == "bearer":
             offered.append(bearer.strip())
-        matches = 0
+        matches, client = 0, ""
         for key in offered:  # no early exit: the time says nothing about the keys
             digest = _digest(key)
             for known in self._keys:
-                matches += hmac.compare_digest(digest, known)
+                match = hmac.compare_digest(digest, known)
+                matches += match
+                client = known.hex() if match else client
         if not matches:
             raise ApiError(
                 401,
@@ -118,6 +124,7 @@ class Gate:
                 code="invalid_api_key",
                 headers={"WWW-Authenticate": "Bearer"},
             )
+        CLIENT.set(client)
 
     def cors_headers(self, request: web.BaseRequest) -> dict[str, str]:
         """Headers of every answer to an allowed origin."""
