@@ -16,10 +16,10 @@ SLOTS = 24
 LENGTH = 60  # tokens of a sequence
 
 
-def spec_of(model: Model, first: int = 0, last: int | None = None, slots: int = SLOTS) -> StageSpec:
+def spec_of(model: Model, first: int = 0, last: int | None = None, **kv_types: str) -> StageSpec:
     """A stage whose groups have different numbers of host slots."""
-    host_slots = tuple(slots + g for g in range(model.num_groups))
-    return replace(model.spec(first, last), host_slots=host_slots)
+    host_slots = tuple(SLOTS + g for g in range(model.num_groups))
+    return replace(model.spec(first, last), host_slots=host_slots, **kv_types)  # type: ignore[arg-type]
 
 
 def batch(

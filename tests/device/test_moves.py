@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -69,6 +70,20 @@ def test_there_and_back(model: Model, kind: str) -> None:
     assert host is not None and stage.memory()["host"] >= SLOTS * host.slot_bytes(0) > 0
     there_and_back(model, [stage])
     host.check_invariants()
+    stage.close()
+
+
+@pytest.mark.parametrize(
+    ("kind", "key_type", "value_type"),
+    [(GgmlStage, "fp8", "fp8"), (GgmlStage, "q8_0", "fp8"), (PlainStage, "q8_0", "f16")],
+)
+def test_there_and_back_in_other_formats(
+    kind: type[GgmlStage], key_type: str, value_type: str, tmp_path: Path
+) -> None:
+    model = Model(tiny_model(tmp_path / "m.gguf", n_layers=2, head_dim=32))
+    spec = spec_of(model, key_type=key_type, value_type=value_type)
+    stage = kind(model.gguf, model.config, device(), spec)
+    there_and_back(model, [stage])
     stage.close()
 
 

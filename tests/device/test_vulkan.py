@@ -88,6 +88,16 @@ def test_greedy_text(models: dict[str, Path], prompts: list[list[int]], name: st
     assert len(ties) <= len(prompts) // 4
 
 
+def test_blocks_come_back_from_host_memory(models: dict[str, Path]) -> None:
+    """Through a second stream of work, while a step computes, to and from memory that the device reaches."""
+    script = str(Path(__file__).with_name("run_moves.py"))
+    command = [sys.executable, script, str(models["windows"]), "Vulkan0"]
+    done = subprocess.run(command, env=vulkan.environment(), capture_output=True, text=True, timeout=600)
+    assert done.returncode == 0, done.stderr[-2000:]
+    facts = json.loads(done.stdout.splitlines()[-1])
+    assert facts["asynchronous"] and facts["pinned"] == 2 and facts["same"] == facts["bytes"] > 0
+
+
 def test_one_user_is_attended_in_place(models: dict[str, Path]) -> None:
     counted = run(models["llama"], {"device": ["Vulkan0"]}, [[5, 6, 7] * 20])["counters"]
     assert counted[0]["attended_in_place"] > 0 and counted[0]["attended_gathered"] == 0

@@ -32,6 +32,7 @@ def environment() -> dict[str, str]:
         "HETERO_GGML_LIBS": str(_libraries()),
         "VK_DRIVER_FILES": str(driver),
         "VK_ICD_FILENAMES": str(driver),  # its name in older loaders
+        "MESA_SHADER_CACHE_DIR": str(PERSISTENT / "mesa"),  # compiling them takes most of a test's time
         "GGML_VK_VISIBLE_DEVICES": "0",  # ggml leaves out CPUs by itself
         "GGML_VK_DISABLE_F16": "1",  # products in F32, as the CPU's, so that texts can be compared
     }
