@@ -8,7 +8,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-drafts bench-kernels bench-attention bench-memory bench-pipeline bench-uneven install clean
+.PHONY: serve test lint docs bench bench-drafts bench-kernels quality-kv bench-attention bench-memory bench-pipeline bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -38,6 +38,10 @@ bench-drafts: $(STAMP)
 # How fast our attention reads keys and values while decoding.
 bench-attention: $(STAMP)
 	$(BIN)/python tests/bench/attention.py $(ARGS)
+
+# Writes docs/quality.md: what the formats of the KV cache cost. Goes on where it was stopped.
+quality-kv: $(STAMP)
+	$(BIN)/python tests/bench/kv_quality.py $(ARGS)
 
 # Memory and load time against the size of the file.
 bench-memory: $(STAMP)

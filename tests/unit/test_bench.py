@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import random
+from dataclasses import asdict, replace
 
+import kv_quality
 import numpy as np
 import pytest
 from aiohttp import web
@@ -13,6 +15,9 @@ from attention import ORDINARY, Decode
 from load import Timing, measure, send_all
 from servers import metric
 from workload import WORKLOADS, Job, text
+
+from hetero.commands.quality_kv import Formats
+from hetero.kv_types import KVTypes
 
 METRICS_PAGE = """# TYPE hetero_steps_total counter
 hetero_steps_total 7.0
@@ -103,3 +108,28 @@ async def test_metrics_are_read_by_exact_name(base: str):
     assert await asyncio.to_thread(metric, base, "hetero_kv_blocks") == 7.5
     with pytest.raises(SystemExit, match="has no hetero_nothing"):
         await asyncio.to_thread(metric, base, "hetero_nothing")
+
+
+def test_the_page_on_formats_says_what_was_measured_and_whether_it_is_enough():
+    good = kv_quality.Row("m", 512, "fp8", 100, 0.004, 1e-4, 0.02, 0.99, 1.001)
+    worse = replace(good, ctx=4096, kl=0.0123, top1=0.985)
+    exact = replace(good, model=f"m, {kv_quality.EXACT}", kl=9.0)
+    sizes = {"m": {"f16": 256, "fp8": 132}}
+    page = kv_quality.page([good, worse, exact], sizes)
+    assert "0.01 nats is missed (largest: 0.01230, m at 4,096)" in page
+    assert "98% of positions is kept (least: 98.50 %, m at 4,096)" in page
+    assert "| m | fp8 | 132 | 1.94x |" in page
+    assert "| 4,096 | fp8 | 0.01230 ± 0.00010 | 0.0200 | 98.50 % | 1.0010 | 100 |" in page
+    assert f"## m, {kv_quality.EXACT}" in page and "is kept (largest" in kv_quality.page([good], sizes)
+
+
+def test_formats_are_not_measured_twice(smollm2_path, tmp_path, monkeypatch):
+    monkeypatch.setenv("HETERO_CACHE_DIR", str(tmp_path))
+    wanted = Formats(str(smollm2_path), (KVTypes("fp8", "fp8"),), None, 512, 512)
+    row = kv_quality.Row("m", 512, "fp8", 255, 0.004, 1e-4, 0.02, 0.99, 1.001)
+    store = kv_quality.kept_at(smollm2_path, wanted)
+    store.parent.mkdir()
+    store.write_text(json.dumps([asdict(row)]))
+    assert kv_quality.measured(smollm2_path, "m", wanted) == [row]
+    for other in (replace(wanted, ctx=256), replace(wanted, kv_types=(KVTypes("fp8", "f16"),))):
+        assert kv_quality.kept_at(smollm2_path, other) != store
