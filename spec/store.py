@@ -107,20 +107,17 @@ class Store:
             self.learned_tokens += len(text)
             self._unsaved = True
 
-    def propose(self, tokens: np.ndarray, scope: str, hint: int, max_tokens: int) -> tuple[Draft, int]:
-        """What follows int32 `tokens` [n], and the place in the store that was found, or -1.
-
-        `hint`: the place where the last token may be, or -1.
-        """
+    def propose(self, tokens: np.ndarray, scope: str, cursor: np.ndarray, max_tokens: int) -> Draft:
+        """What follows int32 `tokens` [n]. `cursor`: a proposer's own, see `store_kernels`."""
         if max_tokens <= 0:
-            return Draft([], 0), -1
+            return Draft([], 0)
         text, draft = np.empty(kernels.LOOK + max_tokens, np.int32), np.empty(max_tokens, np.int32)
         with self._lock:
             number = self._scopes.get(scope)
             if number is None:
-                return Draft([], 0), -1
-            drafted, context, place = kernels.propose(tokens, number, hint, text, draft, *self._arrays)
-        return Draft(draft[:drafted].tolist(), context), place
+                return Draft([], 0)
+            drafted, context = kernels.propose(tokens, number, cursor, text, draft, *self._arrays)
+        return Draft(draft[:drafted].tolist(), context)
 
     def flush(self, timeout: float | None = None) -> bool:
         """Wait until all that was given to `learn` is learned; False when `timeout` seconds pass before."""
@@ -232,12 +229,11 @@ class StoreProposer:
         self._store, self._scope = store, scope
         self._last = np.zeros(4 * kernels.LOOK, np.int32)
         self._size = 0
-        self._place = -1  # in the store, of the last token if the text there goes on as the request did
+        self._cursor = np.array([-1, 0, 0])
 
     def extend(self, token_ids: Sequence[int]) -> None:
         """Take in the next verified tokens: a sequence or int32 [n]. O(1): only the last are looked at."""
-        if self._place >= 0:
-            self._place = (self._place + len(token_ids)) % self._store.capacity
+        self._cursor[kernels.SINCE] += len(token_ids)
         tokens = token_ids[-kernels.LOOK :]
         if self._size + len(tokens) > len(self._last):
             self._last[: kernels.LOOK] = self._last[self._size - kernels.LOOK : self._size]
@@ -248,11 +244,11 @@ class StoreProposer:
     def propose(self, max_tokens: int) -> Draft:
         """What followed text like the last tokens; empty where nothing like them is known.
 
-        match_length: of the tokens before, how many are alike; at least 3, at most `kernels.LOOK`.
+        match_length: of the tokens before, how many are alike; at least 3, at most `kernels.LOOK`. It is 3
+        for the continuation of an edited copy too.
         """
         last = self._last[max(0, self._size - kernels.LOOK) : self._size]
-        draft, self._place = self._store.propose(last, self._scope, self._place, max_tokens)
-        return draft
+        return self._store.propose(last, self._scope, self._cursor, max_tokens)
 
 
 @functools.cache
@@ -260,7 +256,8 @@ def _compile() -> None:
     """Compile the kernels, or load them, before anybody waits for them."""
     arrays, tokens = _empty(64), np.ones(20, np.int32)
     kernels.learn(tokens, 20, np.array([-1, 0, 0]), *arrays)
-    kernels.propose(tokens, 0, -1, np.empty(kernels.LOOK + 1, np.int32), np.empty(1, np.int32), *arrays)
+    text, draft = np.empty(kernels.LOOK + 1, np.int32), np.empty(1, np.int32)
+    kernels.propose(tokens, 0, np.array([-1, 0, 0]), text, draft, *arrays)
 
 
 def _empty(capacity: int) -> tuple[np.ndarray, ...]:

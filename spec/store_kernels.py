@@ -26,9 +26,13 @@ STATE = 2
 PLACE, NEXT, DEPTH = range(3)
 CURSOR = 3
 
+# Entries of a proposer's `cursor`: a place or -1, how many tokens ago the request was there, its context then
+ORIGIN, SINCE, CONTEXT = range(3)
+
 SHORT, MIDDLE, LONG = 3, 6, 16  # lengths of indexed n-grams
 SAMPLED = 4  # of the long ones one in so many is indexed
 LOOK = 48  # words compared at most
+COPY, PATIENCE, SKIPPED = 12, 16, 8  # as in `spec.automaton`
 CHAIN = 16  # places of one middle n-gram that are compared
 
 _MULTIPLIER = np.uint64(0x9E3779B97F4A7C15)
@@ -133,11 +137,44 @@ def lookup(text, end, hint, words, counts, chain, index, state):
 
 
 @njit(nogil=True, cache=True)
-def propose(tokens, scope, hint, text, draft, words, counts, chain, index, state):
+def _beside(text, end, place, since, words):
+    """Of an edited copy: (place in the original of its last word or -1, words since it departed).
+
+    `place` is where the copy was `since` words ago. As `automaton._follow`: a word is looked for from where
+    the copy departed on, next to where it would be if words were only replaced; what is not there replaces.
+    """
+    first = end - since
+    while first < end and words[_after(place, words)] == text[first]:
+        place = _after(place, words)
+        first += 1
+    if end - first > PATIENCE:
+        return -1, end - first
+    anchor = place
+    for i in range(first, end):
+        if i > first and words[_after(place, words)] == text[i]:
+            place = _after(place, words)
+            continue
+        replaced = i - first + 1
+        at, nearest, place = anchor, replaced + SKIPPED, -1
+        for distance in range(1, replaced + SKIPPED + 1):
+            at = _after(at, words)
+            if words[at] == 0:
+                break
+            if words[at] == text[i] and abs(distance - replaced) < nearest:
+                place, nearest = at, abs(distance - replaced)
+            elif distance == replaced and nearest == replaced + SKIPPED:
+                place = at
+        if place < 0:
+            break
+    return place, end - first
+
+
+@njit(nogil=True, cache=True)
+def propose(tokens, scope, cursor, text, draft, words, counts, chain, index, state):
     """Fill int32 `draft` [max_tokens] with what likely follows int32 `tokens` [n].
 
-    Returns (tokens drafted, words of context, the place found or -1). `text`: int32 [LOOK + max_tokens], to
-    work in. A token that no vocabulary has ends the context.
+    Returns (tokens drafted, words of context). `cursor`: int64 [3], see ORIGIN; kept from call to call.
+    `text`: int32 [LOOK + max_tokens], to work in. A token that no vocabulary has ends the context.
     """
     end = 0
     for i in range(max(0, tokens.shape[0] - LOOK), tokens.shape[0]):
@@ -146,11 +183,19 @@ def propose(tokens, scope, hint, text, draft, words, counts, chain, index, state
         else:
             text[end] = word_of(tokens[i], scope)
             end += 1
-    found, context = lookup(text, end, hint, words, counts, chain, index, state)
-    place, drafted = found, 0
+    beside, departed = -1, 0
+    origin = cursor[ORIGIN]
+    if origin >= 0 and cursor[SINCE] <= end and (words[origin] - 1) >> TOKEN_BITS == scope:
+        beside, departed = _beside(text, end, origin, cursor[SINCE], words)
+    place, context = lookup(text, end, -1 if departed else beside, words, counts, chain, index, state)
+    if context >= COPY or beside < 0 or (departed and cursor[CONTEXT] < COPY):
+        cursor[ORIGIN], cursor[SINCE], cursor[CONTEXT] = place, 0, context
+    elif context < SHORT and cursor[CONTEXT] >= COPY:
+        place, context = beside, SHORT
+    drafted = 0
     while place >= 0 and drafted < draft.shape[0]:
         following = _after(place, words)
-        if drafted and (words[following] == 0 or counts[following] == 0):
+        if words[following] == 0 or (drafted and counts[following] == 0):
             # The segment ends here, or went on differently since.
             place, length = lookup(text, end, place, words, counts, chain, index, state)
             if length < MIDDLE:
@@ -159,7 +204,7 @@ def propose(tokens, scope, hint, text, draft, words, counts, chain, index, state
         text[end] = words[following]
         draft[drafted] = (words[following] - 1) & _TOKEN
         place, end, drafted = following, end + 1, drafted + 1
-    return drafted, context, found
+    return drafted, context if drafted else 0
 
 
 @njit(nogil=True, cache=True)

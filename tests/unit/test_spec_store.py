@@ -51,16 +51,19 @@ class StoreMachine(RuleBasedStateMachine):
         for _ in range(steps):  # each takes the draft for right and goes on behind it
             draft = proposer.propose(max_tokens)
             self.check(context, draft, scope, max_tokens)
-            proposer.extend(draft.token_ids)
-            context = context + draft.token_ids
+            told = draft.token_ids + data.draw(st.lists(st.integers(0, 2), max_size=2))
+            proposer.extend(told)
+            context = context + told
 
     def check(self, context: list[int], draft: Draft, scope: str, max_tokens: int) -> None:
         assert len(draft.token_ids) <= max_tokens
         if draft.token_ids:
             assert kernels.SHORT <= draft.match_length <= min(len(context), kernels.LOOK)
-            text = context[-3:] + draft.token_ids
+            # Three tokens of context may mean that an edited copy goes on beside its original.
+            text = (context[-3:] if draft.match_length > kernels.SHORT else []) + draft.token_ids
             grams = {tuple(text[i : i + 4]) for i in range(len(text) - 3)}
-            assert grams <= self.learned.get(scope, set())
+            learned = self.learned.get(scope, set())
+            assert grams <= learned and set(draft.token_ids) <= {token for gram in learned for token in gram}
 
     @invariant()
     def whole(self) -> None:
@@ -129,6 +132,37 @@ def test_the_variant_confirmed_more_often_wins_until_it_is_contradicted():
     for _ in range(3):
         store.learn_now(new)
     assert after(store, context, 1).token_ids == [2]
+    assert after(store, context[:-6], 9).token_ids == new[-9:]  # a draft that begins before
+
+
+@pytest.mark.parametrize(
+    ("edit", "goes_on"),
+    [([900], 21), ([900, 901], 22), ([20, 900], 22), ([24], 25), ([900, 21], 22)],
+    ids=["replaced", "two replaced", "two behind", "left out", "one of two replaced"],
+)
+@pytest.mark.parametrize("steps", [1, 2])
+def test_an_edited_copy_goes_on_beside_the_original(edit: list[int], goes_on: int, steps: int):
+    store = Store(VOCAB, 4096)
+    store.learn_now(range(100))
+    proposer = store.proposer()
+    proposer.extend(range(20))
+    assert proposer.propose(1).token_ids == [20]
+    for part in ([edit], [edit[:1], edit[1:]])[steps - 1]:
+        proposer.extend(part)
+        draft = proposer.propose(3)
+    assert draft == Draft([goes_on, goes_on + 1, goes_on + 2], 3)
+
+
+def test_what_replaced_an_original_is_not_taken_for_it():
+    store = Store(VOCAB, 1024)
+    store.learn_now(range(100), "a")
+    proposer = store.proposer("a")
+    proposer.extend(range(20))
+    assert proposer.propose(1).token_ids == [20]
+    for seed in range(8):  # the ring is written over
+        store.learn_now(unique(seed, 400), "b")
+    proposer.extend([20])
+    assert proposer.propose(3) == Draft([], 0)
 
 
 def test_a_repeated_token_does_not_fill_the_store():
@@ -144,7 +178,7 @@ def test_the_oldest_text_goes_and_what_is_used_stays():
     for seed in range(100, 140):
         store.learn_now(used)
         store.learn_now(unique(seed, 300))
-    assert after(store, used[:50], 20).token_ids == used[50:70]
+        assert after(store, used[:50], 20).token_ids == used[50:70]
     assert after(store, unused[:50], 20).token_ids != unused[50:70]
     assert store.held_tokens <= store.capacity
 
