@@ -8,7 +8,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-drafts bench-kernels quality-kv bench-attention bench-memory bench-pipeline bench-uneven install clean
+.PHONY: serve test lint docs bench bench-drafts bench-kernels quality-kv bench-attention bench-memory bench-moves bench-pipeline bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -46,6 +46,10 @@ quality-kv: $(STAMP)
 # Memory and load time against the size of the file.
 bench-memory: $(STAMP)
 	$(BIN)/python tests/bench/load_time.py $(ARGS)
+
+# Blocks on their way to host memory and back.
+bench-moves: $(STAMP)
+	$(BIN)/python tests/bench/moves.py $(ARGS)
 
 # Two devices of one thread: pipelined, in turns, and llama-server's way.
 bench-pipeline: $(STAMP) $(BENCH_STAMP)

@@ -76,11 +76,13 @@ class HostMemory:
 
     def view(self, group: int, slot: int) -> np.ndarray:
         """The slot's bytes, uint8 [slot_bytes(group)], to read and to write."""
+        assert 0 <= slot < self.slots[group]
         number, at = divmod(slot, self._per_chunk[group])
         return self._chunk(group, number)[at]
 
     def place(self, group: int, slot: int, count: int) -> tuple[int, int]:
         """(address of a slot, how many of the `count` slots from there on lie side by side)."""
+        assert 0 <= slot < slot + count <= self.slots[group]
         number, at = divmod(slot, self._per_chunk[group])
         chunk = self._chunk(group, number)
         return self._addresses[group, number] + at * self._slot_bytes[group], min(count, len(chunk) - at)

@@ -13,11 +13,13 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import moves_tools
 import pytest
 from isolated_tools import gone, isolate, posix, spec_of
 from rpc_tools import RpcServer, has_rpc
 from served import Served
 from tiny_models import tiny_model
+from worker_tools import Model
 
 from backends.base import DeviceSpec, StageLost
 from backends.ggml.devices import DeviceError
@@ -43,6 +45,16 @@ def test_nobody_at_the_endpoint_is_one_line(model: Path, server: RpcServer) -> N
     server.kill()
     with pytest.raises(DeviceError, match="cannot connect"):
         isolate(model, spec_of(model), DeviceSpec("RPC0", endpoint=server.endpoint))
+
+
+def test_blocks_come_back_over_the_network(model: Path, server: RpcServer) -> None:
+    """To the memory of the process that computes by the server, which this one reaches."""
+    whole = Model(model)
+    device = DeviceSpec("RPC0", endpoint=server.endpoint)
+    stage = isolate(model, moves_tools.spec_of(whole), device)
+    moves_tools.there_and_back(whole, [stage])
+    assert stage.host_memory is not None and stage.host_memory.view(0, 0).size > 0
+    stage.close()
 
 
 def test_a_server_that_does_not_answer_is_given_up(
