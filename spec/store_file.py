@@ -78,8 +78,9 @@ def write(path: Path, fingerprint: bytes, content: Content) -> None:
 def _remove_unfinished(path: Path) -> None:
     """Remove what programs that were killed left beside the file."""
     with contextlib.suppress(OSError):
-        for beside in path.parent.glob(f"{path.name}.*.tmp"):
-            if time.time() - beside.stat().st_mtime > _UNFINISHED_SECONDS:
+        for beside in path.parent.iterdir():
+            ours = beside.name.startswith(f"{path.name}.") and beside.suffix == ".tmp"
+            if ours and time.time() - beside.stat().st_mtime > _UNFINISHED_SECONDS:
                 beside.unlink()
 
 

@@ -137,11 +137,11 @@ def test_saved_now_and_then(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 
 
 def test_what_a_killed_program_left_is_removed(tmp_path: Path):
-    path, left, others = tmp_path / "x", tmp_path / "x.1234abcd.tmp", tmp_path / "y.tmp"
+    path, left, others = tmp_path / "[x]", tmp_path / "[x].1234abcd.tmp", tmp_path / "y.tmp"
     for file in (left, others):
         file.write_bytes(b"half")
         os.utime(file, (1, 1))
     store = Store(VOCAB, 2048, path, b"t")
     store.learn_now(unique(94, 100))
     store.close()
-    assert sorted(p.name for p in tmp_path.iterdir()) == ["x", "y.tmp"]
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["[x]", "y.tmp"]
