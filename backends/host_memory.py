@@ -46,7 +46,8 @@ def slot_sizes(config: ModelConfig, spec: StageSpec) -> tuple[int, ...]:
 class HostMemory:
     """`slots[group]` slots of `slot_bytes[group]` bytes each. See base.HostMemoryView.
 
-    Any thread may ask for views. They are not to be used after `close`.
+    Any thread may ask for views. `close` gives the memory back; views that are still there keep it, unless it
+    came from a device's driver: those are not to be used any more.
     """
 
     def __init__(self, slots: Sequence[int], slot_bytes: Sequence[int], allocate: Allocate = anonymous):
@@ -57,7 +58,7 @@ class HostMemory:
         self._chunks: dict[tuple[int, int], np.ndarray] = {}  # (group, number): uint8 [slots, slot bytes]
         self._addresses: dict[tuple[int, int], int] = {}
         self._starts: list[int] = []  # of the groups in the arena
-        self._making = threading.Lock()
+        self._making, self._closed = threading.Lock(), False
         end = 0
         for n, size, per_chunk in zip(self.slots, self._slot_bytes, self._per_chunk, strict=True):
             self._starts.append(end)
@@ -88,8 +89,9 @@ class HostMemory:
         return self._addresses[group, number] + at * self._slot_bytes[group], min(count, len(chunk) - at)
 
     def close(self) -> None:
-        """Give the memory back. Idempotent."""
+        """Idempotent."""
         with self._making:
+            self._closed = True
             self._chunks.clear()
         close = getattr(self._allocate, "close", None)
         if close is not None:
@@ -101,11 +103,13 @@ class HostMemory:
             assert chunk.shape == self._shape(group, number) and chunk.dtype == np.uint8
 
     def _chunk(self, group: int, number: int) -> np.ndarray:
-        """Raises MemoryError, or OSError, where there is no memory for it."""
+        """Raises MemoryError or OSError where there is no memory for it, or none any more."""
         chunk = self._chunks.get((group, number))
         if chunk is None:
             with self._making:
                 chunk = self._chunks.get((group, number))
+                if self._closed:
+                    raise OSError("the stage of these host slots was closed")
                 if chunk is None:
                     chunk = self._make(group, number)
                     self._addresses[group, number] = chunk.ctypes.data

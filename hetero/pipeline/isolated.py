@@ -113,6 +113,8 @@ class IsolatedStage(ChannelStage):
             self._process.join(CLOSE_SECONDS)
         self._end()
         super().close()
+        if self._host is not None:
+            self._host.close()
 
     def _end(self) -> None:
         self._process.kill()
@@ -130,6 +132,8 @@ class IsolatedStage(ChannelStage):
         self._unlink()
         for ring in self._rings:
             ring.close()
+        if self._host is not None:
+            self._host.close()
 
     def _why_closed(self) -> str:
         self._process.join(1.0)

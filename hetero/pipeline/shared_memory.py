@@ -54,6 +54,14 @@ class SharedRegion:
         """uint8 [nbytes] of it. See backends.host_memory.Allocate."""
         return self._bytes[offset : offset + nbytes]
 
+    def close(self) -> None:
+        """Let go of the memory here: arrays of it keep it. Idempotent."""
+        self.unlink()
+        self._bytes = self._bytes[:0].copy()
+        if self._segment is not None:
+            with contextlib.suppress(BufferError):
+                self._segment.close()
+
     def unlink(self) -> None:
         """Once the child has it, or has ended: the memory then goes with its last user. Idempotent."""
         fd, self._fd = self._fd, None

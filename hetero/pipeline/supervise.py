@@ -111,9 +111,9 @@ class Supervised:
 
     @property
     def host_memory(self) -> HostMemoryView | None:
-        """Of the stage as it is now; None while it is lost."""
+        """Of the stage as it is now; None while no step can run."""
         with self._lock:
-            return None if self._stage is None else self._stage.host_memory
+            return None if self._stage is None or self._reason is not None else self._stage.host_memory
 
     def memory(self) -> dict[str, int]:
         return dict(self._memory)

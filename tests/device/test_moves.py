@@ -25,6 +25,7 @@ from backends.ggml.moves import runs
 from backends.ggml.stage import GgmlStage
 from hetero.batch import BlockCopy, BlockMove
 from hetero.pipeline.isolated import IsolatedStage
+from hetero.pipeline.runner import Runner
 
 ONE_THREAD = DeviceSpec("CPU", threads=1)
 
@@ -109,6 +110,33 @@ def test_through_two_stages_of_which_one_is_in_a_process_of_its_own(model: Model
     assert np.array_equal(second.host_memory.view(0, 4), second.host_memory.view(0, 0))
     for stage in (whole, first, second):
         stage.close()
+        with pytest.raises(OSError, match="closed"):
+            stage.host_memory.view(1, 0)
+
+
+def test_what_moves_took_comes_with_the_result(model: Model) -> None:
+    """Through the threads of a pipeline, with a step of moves alone between two that compute."""
+    runner = Runner([ours(model, 0, 2), ours(model, 2)])
+    for stage, host in zip(runner.backends, runner.host_memories, strict=True):
+        assert host is not None and host is stage.host_memory
+    ids, bytes_of = list(range(5, 25)), [sum(h.slot_bytes(g) for g in range(2)) for h in runner.host_memories]
+    steps = [
+        batch(model, [3, 5], 0, ids),
+        batch(model, spills=moves(model, [3, 5], [4, 2])),
+        batch(model, [7, 9], 0, ids[::-1], loads=moves(model, [3], [2])),
+    ]
+    results = []
+    for one in steps:
+        if runner.in_flight == runner.depth:
+            results.append(runner.wait())
+        runner.submit(one)
+    while runner.in_flight:
+        results.append(runner.wait())
+    assert [r.error for r in results] == [None] * 3 and [len(r.logits) for r in results] == [20, 0, 20]
+    for result, blocks in zip(results, (0, 2, 1), strict=True):
+        assert [times.moved_bytes for times in result.stages] == [blocks * n for n in bytes_of]
+        assert all((times.move_seconds > 0) == (blocks > 0) for times in result.stages)
+    runner.close()
 
 
 def test_slots_that_the_other_process_keeps_to_itself(model: Model) -> None:

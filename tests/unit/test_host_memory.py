@@ -73,6 +73,10 @@ class Slots(RuleBasedStateMachine):
         for memory in {id(m): m for pair in getattr(self, "ends", []) for m in pair}.values():
             memory.close()
             assert memory.used_bytes == 0
+            for group, count in enumerate(memory.slots):
+                if count:
+                    with pytest.raises(OSError, match="closed"):
+                        memory.view(group, 0)
         if hasattr(self, "region"):
             self.region.unlink()
 
@@ -101,7 +105,12 @@ def test_a_region_leaves_nothing_behind() -> None:
     region.unlink()
     region.unlink()
     assert region(0, 1 << 20).sum() == 70, "those who have the memory keep it"
-    del region
+    assert descriptors() == before + 1, "the mapping has one"
+    part = region(100, 3)
+    region.close()
+    region.close()
+    assert part.tolist() == [7, 7, 7], "who has a part keeps it"
+    del part
     assert descriptors() == before
 
 

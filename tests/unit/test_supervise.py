@@ -35,12 +35,13 @@ class FakeStage:
     """Lost when a test says so."""
 
     graph_seconds, argmax = 0.0, None
-    move_seconds, moved_bytes, host_memory = 0.0, 0, None
+    move_seconds, moved_bytes = 0.0, 0
 
     def __init__(self) -> None:
         self.lost: str | None = None
         self.closed = False
         self.steps = 0
+        self.host_memory = object()
 
     def _require(self) -> None:
         assert not self.closed
@@ -116,6 +117,7 @@ def test_a_loss_is_noticed_and_mended(factory: Factory, stage: Supervised, where
     changes = threading.Semaphore(0)
     stage.on_change = changes.release
     assert run(stage).shape == (1, 4) and stage.unavailable is None
+    assert stage.host_memory is factory.stages[0].host_memory
     if where == "compute":
         stage.prepare(None, None)  # type: ignore[arg-type]
     factory.stages[0].lost = "X was lost"
@@ -131,11 +133,13 @@ def test_a_loss_is_noticed_and_mended(factory: Factory, stage: Supervised, where
     until(lambda: stage.restarts == 1)
     assert changes.acquire(timeout=10)
     assert stage.unavailable == "X was lost", "nobody has let go of what it held"
+    assert stage.host_memory is None
     with pytest.raises(StageLost):
         stage.prepare(None, None)  # type: ignore[arg-type]
     stage.acknowledge()
     assert changes.acquire(timeout=10)
     assert stage.unavailable is None and run(stage).shape == (1, 4)
+    assert stage.host_memory is factory.stages[1].host_memory
     assert stage.counters() == {"steps": 2}, "of both stages"
     assert factory.stages[0].closed and not factory.stages[1].closed
     stage.check_invariants()
