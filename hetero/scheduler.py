@@ -132,7 +132,7 @@ class Scheduler:
     def schedule(self) -> Step | None:
         """The next step, or None when there is nothing to compute or to move now.
 
-        None with nothing in flight means that no request is here. A step without requests has moves.
+        None with nothing in flight means that no request is here. A step without requests has moves or copies.
         """
         self._last_step_id += 1
         step = Step(self._last_step_id)
@@ -142,7 +142,7 @@ class Scheduler:
         self._schedule_waiting(step, most)
         self._add_drafts(step)
         step.spills, step.loads = self.kv.take_moves()
-        if not (step.requests or step.spills or step.loads):
+        if not (step.requests or step.copies or step.spills or step.loads):
             return None
         self._steps[step.step_id] = step
         self.counters.steps += 1

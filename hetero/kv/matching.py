@@ -201,6 +201,8 @@ def copy_tail(kv: KVManager, cursor: _Cursor) -> list[BlockCopy]:
     if found is None or found[0].step_id >= kv.step_id:
         return []
     node, length = found
+    if length == kv.block_size:
+        return []  # a whole block that could not be matched: a copy would leave no room for a token
     held = [cursor.depth + 1 if b is None else h for h, b in zip(cursor.held, node.blocks, strict=True)]
     if not kv.covers(held, start + length):
         return []

@@ -150,7 +150,7 @@ class Simulation:
             return False
         self.empty = 0
         self.out.drafted += sum(map(len, step.drafts))
-        assert step.num_tokens or step.loads or step.spills
+        assert step.num_tokens or step.copies or step.loads or step.spills
         assert step.num_tokens <= self.case.max_num_batched_tokens
         if room >= len(decoding) and not step.preempted_ids:
             served = {r.request_id for r in step.requests}
