@@ -135,13 +135,16 @@ class AsyncEngine:
         template: ChatTemplate | None,
         grammar_compiler: GrammarCompiler,
         info: ModelInfo,
+        cache_by_client: bool = False,
     ):
+        """`cache_by_client`: each client finds only what its own requests have computed."""
         self.info = info
         self._engine = engine
         engine.before_wait = self._flush
         engine.runner.watch(lambda: self._inbox.put(_Look()))
         self._tokenizer = tokenizer
         self._template = template
+        self._cache_by_client = cache_by_client
         self._grammar_compiler = grammar_compiler
         self._text = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Look | _Stop] = queue.SimpleQueue()
@@ -228,7 +231,9 @@ class AsyncEngine:
         self._engine.scheduler.check_fits(len(prompt))
         if not 0 <= min(prompt) <= max(prompt) < self.info.n_vocab:
             raise RequestError(f"token ids must be from 0 to {self.info.n_vocab - 1}")
-        request = Request(request_id, prompt, params, self._engine.clock(), client=CLIENT.get())
+        client = CLIENT.get()
+        scope = client if self._cache_by_client else ""
+        request = Request(request_id, prompt, params, self._engine.clock(), client=client, cache_scope=scope)
         loop = asyncio.get_running_loop()
         stream = RequestStream(request_id, self._post_abort)
         ref = weakref.ref(stream)  # a strong one would keep a dropped stream's request running

@@ -22,8 +22,9 @@ LOG_LEVELS = ("debug", "info", "warning", "error")
 OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
 ISOLATION = ("auto", "all", "off")
 SPECULATION = ("off", "ngram", "store")
-SPEC_SCOPES = ("shared", "key")
+SCOPES = ("shared", "key")
 MAX_STEP_DRAFTS = 64  # guessed tokens in a step; each wants a row of logits
+OFF = -1  # a size that was switched off
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
@@ -105,6 +106,21 @@ class Settings:
         "q8_0 hold nearly twice as many tokens in the same memory; docs/quality.md says what they cost.",
         kind="kv_types",
     )
+    ram_cache: int = setting(
+        0,
+        "Host memory for blocks that had to leave the KV cache, such as 8GiB; they come back instead of "
+        "being computed again. 0: a quarter of the free memory where a device has its own memory, else "
+        "none. off: none.",
+        kind="size",
+        off=True,
+    )
+    cache_scope: str = setting(
+        "shared",
+        "Who finds what others have computed: all (shared), or only requests with the same API key (key). "
+        "How soon an answer begins tells whether its prompt was known.",
+        kind="choice",
+        choices=SCOPES,
+    )
     max_num_seqs: int = setting(
         32, "Requests that are computed at the same time; more than that wait.", kind="int", low=1, high=1024
     )
@@ -148,7 +164,7 @@ class Settings:
         "Whether speculation guesses from what was served to anybody (shared) or only to the same API key "
         "(key): how fast an answer comes can tell what was served before.",
         kind="choice",
-        choices=SPEC_SCOPES,
+        choices=SCOPES,
     )
     api_key: tuple[str, ...] = setting((), "Key that clients must send.", kind="list", secret=True)
     api_key_file: str | None = setting(None, "File with one API key on each line.", kind="path")
@@ -277,6 +293,8 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         if not isinstance(items, (list, tuple)) or not items:
             raise ValueError("must be whole numbers with commas between, such as 20,12")
         return tuple(_number(i.strip() if isinstance(i, str) else i, "int", 1, meta["high"]) for i in items)
+    if meta.get("off") and raw == "off":
+        return OFF
     if kind in ("int", "size"):
         return _number(raw, kind, meta["low"], meta["high"])
     if not isinstance(raw, str) or not raw or "\0" in raw:
@@ -326,6 +344,8 @@ def _show(spec: dataclasses.Field[Any], value: Any) -> str:
         return "-"
     if isinstance(value, tuple):
         return ", ".join(map(str, value))
+    if spec.metadata.get("off") and value == OFF:
+        return "off"
     return format_size(value) if spec.metadata["kind"] == "size" and value else str(value)
 
 

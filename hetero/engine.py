@@ -132,7 +132,7 @@ class Engine:
 
     def stats(self) -> EngineStats:
         """A snapshot; may be called from any thread."""
-        counters, own = self.scheduler.counters, self._stats
+        counters, own, host = self.scheduler.counters, self._stats, self.scheduler.kv.host
         return EngineStats(
             running=self.scheduler.num_running,
             waiting=self.scheduler.num_waiting,
@@ -140,6 +140,9 @@ class Engine:
             prompt_tokens=counters.prompt_tokens,
             generated_tokens=counters.generated_tokens,
             cached_tokens=counters.cached_tokens,
+            tokens_from=counters.tokens_from(),
+            moves=replace(host.counters),
+            host_slots=[(pool.num_slots, pool.num_free) for pool in host.slots],
             preemptions=counters.preemptions,
             cancelled=counters.finished[FinishReason.ABORT],
             finished={reason.value: count for reason, count in counters.finished.items()},
@@ -230,7 +233,15 @@ class Engine:
             totals.transfer_seconds += max(0.0, times.busy_seconds - times.graph_seconds)
             totals.bytes_in += times.bytes_in
             totals.bytes_out += times.bytes_out
+        self._observe_costs(step, result)
         self._account(step, min(graph_seconds, busy_seconds))
+
+    def _observe_costs(self, step: Step, result: ResultLike) -> None:
+        """What moves and tokens cost: the slowest stage's time, for what all stages have moved."""
+        moved = sum(stage.moved_bytes for stage in result.stages)
+        move_seconds = max((stage.move_seconds for stage in result.stages), default=0.0)
+        graph_seconds = max((stage.graph_seconds for stage in result.stages), default=0.0)
+        self.scheduler.kv.host.costs.observe(moved, move_seconds, step.num_tokens, graph_seconds)
 
     def _account(self, step: Step, computed_seconds: float) -> None:
         now = self.clock()

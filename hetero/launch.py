@@ -22,6 +22,8 @@ from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
 from hetero.plan.facts import count_parameters, quantization
 from hetero.plan.forecast import Forecast
+from hetero.plan.host import free_memory
+from hetero.plan.host_memory import HostPlan, explain_short, plan_host
 from hetero.plan.make import MISSING, PlanError, plan_model
 from hetero.plan.planner import BLOCK_SIZE, ModelFacts, Plan, StagePlan, explain_shortage
 from hetero.screen import Placement, ProgressCallback
@@ -54,6 +56,7 @@ class Prepared:
     facts: ModelFacts
     plan: Plan
     forecast: Forecast | None
+    host: HostPlan
 
     @property
     def choice(self) -> devices.DeviceChoice:
@@ -83,7 +86,9 @@ def prepare(
         choices = devices.choose(settings.device, settings.threads, list_devices())
         opener = _opener(model.path, gguf, config, settings)
         planned = plan_model(gguf, config, choices, settings, opener, progress, measure)
-    return Prepared(model, gguf, config, choices, planned.facts, planned.plan, planned.forecast)
+    facts, plan = planned.facts, planned.plan
+    host = plan_host(settings.ram_cache, facts, plan, choices, free_memory())
+    return Prepared(model, gguf, config, choices, facts, plan, planned.forecast, host)
 
 
 def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tuple[str, DeviceTimes]]:
@@ -129,6 +134,8 @@ def require_fit(prepared: Prepared) -> None:
     """Raise LaunchError with the missing bytes when the plan does not fit."""
     if not prepared.plan.fits:
         raise LaunchError(explain_shortage(prepared.plan))
+    if prepared.host.short_by:
+        raise LaunchError(explain_short(prepared.host))
 
 
 def launch(settings: Settings, progress: ProgressCallback) -> AsyncEngine:
@@ -149,6 +156,7 @@ def load(
     import backends.cpu.jit  # noqa: F401  first of all numba code: it says where compiled code is kept
     from hetero.async_engine import AsyncEngine
     from hetero.engine import Engine
+    from hetero.kv.host_tier import HostTier
     from hetero.kv.manager import KVManager
     from hetero.pipeline.runner import Runner
     from hetero.sampling.sampler import Sampler
@@ -176,8 +184,9 @@ def load(
         with ThreadPoolExecutor(1) as once:
             once.submit(_run_once, runner, len(plan.groups)).result()
         show("ready", 1.0)
+    host = HostTier(prepared.host.slots, prepared.host.block_bytes)
     scheduler = Scheduler(
-        KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth)),
+        KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host),
         settings.max_num_seqs,
         settings.max_num_batched_tokens,
         plan.max_model_len,
@@ -186,7 +195,8 @@ def load(
     engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE, speculation=speculation)
     info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
     places = tuple(_placement(planned, stage) for planned, stage in zip(plan.stages, stages, strict=True))
-    return AsyncEngine(engine, tokenizer, template, GrammarCompiler(tokenizer), info), places
+    grammars, by_client = GrammarCompiler(tokenizer), settings.cache_scope == "key"
+    return AsyncEngine(engine, tokenizer, template, grammars, info, by_client), places
 
 
 def _speculation(prepared: Prepared, settings: Settings, tokenizer: Tokenizer) -> Speculation | None:
@@ -305,7 +315,14 @@ def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[Sta
     rows = min(tokens, settings.max_num_seqs + settings.draft_rows)
     return [
         stage_spec(
-            plan.groups, planned.layers, tokens, rows, depth, plan.max_model_len, types=planned.kv_types
+            plan.groups,
+            planned.layers,
+            tokens,
+            rows,
+            depth,
+            plan.max_model_len,
+            types=planned.kv_types,
+            host_slots=prepared.host.slots,
         )
         for planned in plan.stages
     ]

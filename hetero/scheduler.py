@@ -130,9 +130,9 @@ class Scheduler:
     # -- deciding ------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to compute or to move now.
+        """The next step, or None when there is nothing to do now: with nothing in flight, no request is here.
 
-        None with nothing in flight means that no request is here. A step without requests has moves or copies.
+        A step without requests moves or copies blocks.
         """
         self._last_step_id += 1
         step = Step(self._last_step_id)
@@ -203,14 +203,7 @@ class Scheduler:
         """The running requests that the next step serves, in order: about 1/P of what all that run
         cost, and further chunks of prompts that are on their way already."""
         lost = {id(r) for step_id in self._doomed for r in self._steps[step_id].requests}
-        ready = [
-            r
-            for r in self._running
-            if r.num_computed_tokens < r.num_tokens and not r.abort_requested and id(r) not in lost
-        ]
-        idle = [r for r in ready if not r.in_flight]
-        chosen = set(map(id, shares.take_share(idle, self._running, self.pipeline_depth)))
-        return [r for r in ready if r.in_flight or id(r) in chosen]
+        return shares.micro_batch(self._running, lost, self.pipeline_depth)
 
     def _token_budget(self) -> int:
         soon = itertools.islice(self._waiting, self.max_num_seqs - len(self._running))

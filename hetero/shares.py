@@ -29,6 +29,18 @@ def take_share(ready: Sequence[Request], running: Iterable[Request], depth: int)
     return list(ready)
 
 
+def micro_batch(running: Sequence[Request], lost: set[int], depth: int) -> list[Request]:
+    """Those of `running` that have tokens to compute and whose turn it is, none whose id() is in `lost`."""
+    ready = [
+        r
+        for r in running
+        if r.num_computed_tokens < r.num_tokens and not r.abort_requested and id(r) not in lost
+    ]
+    idle = [r for r in ready if not r.in_flight]
+    chosen = set(map(id, take_share(idle, running, depth)))
+    return [r for r in ready if r.in_flight or id(r) in chosen]
+
+
 def share_of(count: int, depth: int) -> int:
     """1/depth of a count, rounded up."""
     return -(-count // depth)

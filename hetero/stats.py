@@ -6,6 +6,7 @@ from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
+from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, Request
 
 # Seconds. Wide enough for one token of a small model as well as for a long prompt on a slow device.
@@ -23,6 +24,7 @@ class SchedulerCounters:
     generated_tokens: int = 0
     cached_tokens: int = 0  # prompt tokens of ended requests that were found, not computed
     tier_tokens: dict[str, int] = field(default_factory=dict)  # of these in a lower tier, by its name
+    missed_tokens: int = 0  # prompt tokens of ended requests that were computed
     finished: dict[FinishReason, int] = field(default_factory=lambda: dict.fromkeys(FinishReason, 0))
 
     def count_found(self, request: Request) -> None:
@@ -33,6 +35,17 @@ class SchedulerCounters:
             tokens = min(tokens, left)  # a block may hold more than a request still needed
             self.tier_tokens[tier] = self.tier_tokens.get(tier, 0) + tokens
             left -= tokens
+        self.missed_tokens += len(request.prompt_token_ids) - request.num_cached_tokens
+
+    def tokens_from(self) -> dict[str, int]:
+        """Prompt tokens of ended requests by where their keys and values came from."""
+        below = sum(self.tier_tokens.values())
+        return {
+            "device": self.cached_tokens - below,
+            "host": 0,
+            **self.tier_tokens,
+            "computed": self.missed_tokens,
+        }
 
 
 class Histogram:
@@ -109,8 +122,8 @@ class SpeculationStats:
 class EngineStats:
     """A snapshot. Counters are totals since the start, times are seconds.
 
-    `kv_blocks` has (usable, available) per KV group. `step_seconds` is the time from step to step
-    while there was work; `host_seconds` is the part of it that no device computed.
+    `kv_blocks` has (usable, available) per KV group, `host_slots` (all, free). `step_seconds` is the time
+    from step to step while there was work; `host_seconds` is the part of it that no device computed.
     """
 
     running: int = 0
@@ -119,6 +132,9 @@ class EngineStats:
     prompt_tokens: int = 0
     generated_tokens: int = 0
     cached_tokens: int = 0
+    tokens_from: dict[str, int] = field(default_factory=dict)
+    moves: TierCounters = field(default_factory=TierCounters)
+    host_slots: list[tuple[int, int]] = field(default_factory=list)
     preemptions: int = 0
     cancelled: int = 0
     finished: dict[str, int] = field(default_factory=dict)

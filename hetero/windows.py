@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero.batch import Batch
-from hetero.config import Settings
+from hetero.config import OFF, Settings
 from hetero.kv.groups import KVGroup
 from hetero.launch import Prepared, prepare, require_fit
 from hetero.plan.planner import BLOCK_SIZE
@@ -32,7 +32,13 @@ class WindowError(Exception):
 def limited(settings: Settings, ctx: int) -> Settings:
     """One window in the KV cache, and steps of a chunk that may want the logits of all its tokens."""
     return replace(
-        settings, ctx=ctx, kv_tokens=ctx, kv_memory=0, max_num_seqs=CHUNK, max_num_batched_tokens=CHUNK
+        settings,
+        ctx=ctx,
+        kv_tokens=ctx,
+        kv_memory=0,
+        ram_cache=OFF,
+        max_num_seqs=CHUNK,
+        max_num_batched_tokens=CHUNK,
     )
 
 

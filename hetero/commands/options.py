@@ -23,6 +23,7 @@ ENGINE = (
     "kv_memory",
     "kv_tokens",
     "kv_type",
+    "ram_cache",
     "max_num_batched_tokens",
 )
 METAVARS = {

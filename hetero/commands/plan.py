@@ -58,6 +58,8 @@ def as_table(prepared: Prepared) -> dict[str, Any]:
         "fits": made.fits,
         "total_bytes": made.total_bytes,
         "short_by_bytes": made.short_by_bytes,
+        "host": dataclasses.asdict(prepared.host)
+        | {"tokens": prepared.host.tokens, "nbytes": prepared.host.nbytes},
         "forecast": None if prepared.forecast is None else dataclasses.asdict(prepared.forecast),
     }
 
@@ -73,14 +75,7 @@ def _show(prepared: Prepared) -> None:
     print()
     if view is not None:
         _show_speed(view)
-    for group in made.groups:
-        span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
-        print(f"KV blocks  {group.num_blocks}, for {len(group.layers)} layers that attend {span}")
-    print(f"KV tokens  {made.kv_tokens}")
-    kept = dict.fromkeys(str(stage.kv_types) for stage in made.stages)
-    print(f"KV format  {' and '.join(kept)}")
-    in_others = ", ".join(f"{tokens} as {name}" for name, tokens in made.format_tokens)
-    print(f"           tokens in the same memory: {in_others}")
+    _show_caches(prepared)
     print(f"context    {made.max_model_len}")
     if len(made.stages) > 1:
         for stage in made.stages:
@@ -89,6 +84,20 @@ def _show(prepared: Prepared) -> None:
         print(f"why        {reason}")
     for note in made.notes:
         print(f"note       {note}")
+
+
+def _show_caches(prepared: Prepared) -> None:
+    made, host = prepared.plan, prepared.host
+    for group in made.groups:
+        span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
+        print(f"KV blocks  {group.num_blocks}, for {len(group.layers)} layers that attend {span}")
+    print(f"KV tokens  {made.kv_tokens}")
+    kept = dict.fromkeys(str(stage.kv_types) for stage in made.stages)
+    print(f"KV format  {' and '.join(kept)}")
+    in_others = ", ".join(f"{tokens} as {name}" for name, tokens in made.format_tokens)
+    print(f"           tokens in the same memory: {in_others}")
+    size = f"{host.tokens} tokens in {format_size(host.nbytes)}" if host.nbytes else "none"
+    print(f"RAM cache  {size} ({host.why})")
 
 
 def _row(stage: StagePlan, prepared: Prepared) -> tuple[str, ...]:

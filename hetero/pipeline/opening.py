@@ -101,6 +101,7 @@ def stage_spec(
     max_context: int = 0,
     *,
     types: KVTypes = F16,
+    host_slots: tuple[int, ...] = (),
 ) -> StageSpec:
     """What a stage of layers [first, last) holds under a plan's KV groups. See StageSpec."""
     return StageSpec(
@@ -114,6 +115,7 @@ def stage_spec(
         max_context=max_context,
         key_type=types.keys,
         value_type=types.values,
+        host_slots=host_slots,
     )
 
 

@@ -80,6 +80,7 @@ class EngineCollector:
             free.add_metric([str(group)], free_blocks)
         yield blocks
         yield free
+        yield from _tiers(stats)
         finished = CounterMetricFamily("hetero_requests_finished", "Ended requests.", labels=["reason"])
         for reason, count in stats.finished.items():
             finished.add_metric([reason], count)
@@ -110,6 +111,34 @@ class EngineCollector:
                     attended.add_metric([str(index), way], totals.counters[counter])
         yield busy
         yield attended
+
+
+def _tiers(stats: Any) -> Iterator[Metric]:
+    """Where contexts were found, and what moved for it."""
+    found = CounterMetricFamily(
+        "hetero_kv_prompt_tokens",
+        "Prompt tokens of ended requests by where their KV came from.",
+        labels=["source"],
+    )
+    for source, tokens in stats.tokens_from.items():
+        found.add_metric([source], tokens)
+    moves = stats.moves
+    moved = CounterMetricFamily(
+        "hetero_kv_moved_bytes", "Bytes of KV blocks copied between devices and host memory.", labels=["to"]
+    )
+    moved.add_metric(["host"], moves.spilled_bytes)
+    moved.add_metric(["device"], moves.loaded_bytes)
+    evicted = CounterMetricFamily(
+        "hetero_kv_evictions", "KV blocks of cached contexts that had to leave a tier.", labels=["tier"]
+    )
+    evicted.add_metric(["device"], moves.left_device)
+    evicted.add_metric(["host"], moves.left_host)
+    slots = GaugeMetricFamily("hetero_kv_host_slots", "KV blocks that host memory holds.", labels=["group"])
+    free = GaugeMetricFamily("hetero_kv_host_slots_free", "Of these, not in use.", labels=["group"])
+    for group, (total, unused) in enumerate(stats.host_slots):
+        slots.add_metric([str(group)], total)
+        free.add_metric([str(group)], unused)
+    yield from (found, moved, evicted, slots, free)
 
 
 def _histogram(name: str, text: str, values: Any) -> Metric:

@@ -12,6 +12,7 @@ import contextlib
 from types import SimpleNamespace
 from typing import Any
 
+from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
 
 BOS, IM_START, IM_END = 256, 257, 258
@@ -190,6 +191,8 @@ class FakeEngine:
             stages=[stage],
             running=len(self.running), waiting=0, kv_blocks=[(32, 30), (8, 8)], prompt_tokens=5,
             generated_tokens=7, cached_tokens=3, preemptions=1, cancelled=self.cancelled,
+            tokens_from={"device": 2, "host": 1, "computed": 2}, host_slots=[(64, 60), (8, 0)],
+            moves=TierCounters(3, 300, 1, 100, left_device=4, left_host=2),
             finished={"stop": 2, "length": 1}, steps=10, step_seconds=2.0, host_seconds=0.5,
             ttft=histogram, inter_token=histogram, queue=histogram, e2e=histogram,
         )  # fmt: skip

@@ -14,7 +14,7 @@ import pytest
 from fake_runner import N_VOCAB, ByteTokenizer, FakeRunner, make_engine, text_after
 
 from hetero.async_engine import FAILED_STEPS, STUCK_SECONDS, AsyncEngine, ModelInfo, RequestStream
-from hetero.request import FinishReason, OutputDelta, RequestError
+from hetero.request import CLIENT, FinishReason, OutputDelta, RequestError
 from hetero.sampling.params import SamplingParams
 from hetero.text.template import TemplateError
 
@@ -35,9 +35,11 @@ class Compiler:
 
 
 @asynccontextmanager
-async def running(runner: FakeRunner, template: Any = None, **options: Any) -> AsyncIterator[AsyncEngine]:
+async def running(
+    runner: FakeRunner, template: Any = None, cache_by_client: bool = False, **options: Any
+) -> AsyncIterator[AsyncEngine]:
     engine = make_engine(runner, **options)
-    served = AsyncEngine(engine, ByteTokenizer(), template, Compiler(), INFO)  # type: ignore[arg-type]
+    served = AsyncEngine(engine, ByteTokenizer(), template, Compiler(), INFO, cache_by_client)  # type: ignore[arg-type]
     served.start()
     try:
         yield served
@@ -236,6 +238,17 @@ async def test_text_methods() -> None:
         assert await engine.tokenize("é") == [195, 169]
         assert engine.decode([195, 169]) == "é" and engine.token_bytes(195) == b"\xc3"
         assert engine.token_text(256) == "<256>"
+
+
+@pytest.mark.parametrize("apart", [True, False])
+async def test_caches_are_apart_by_client_where_that_is_asked_for(apart: bool) -> None:
+    found = []
+    async with running(FakeRunner(), cache_by_client=apart) as engine:
+        for i, client in enumerate(("one", "other", "one")):
+            CLIENT.set(client)
+            stream = engine.submit(list(range(97, 97 + 40)), SamplingParams(max_tokens=1), request_id=str(i))
+            found.append([delta async for delta in stream][-1].num_cached_tokens)
+    assert found == ([0, 0, 39] if apart else [0, 39, 39])
 
 
 async def test_before_the_start_nothing_is_accepted() -> None:

@@ -18,6 +18,7 @@ from hetero.kv_types import KVTypes
 from hetero.launch import Prepared, _stage_specs
 from hetero.models import ResolvedModel
 from hetero.plan import calibrate as calibration
+from hetero.plan.host_memory import plan_host
 from hetero.plan.make import AGAIN, GUESSED, MISSING, PlanError, calibrate_model, plan_model
 from quant.gguf import open_gguf
 
@@ -58,7 +59,8 @@ class Planner:
     def prepared(self, choices, **given) -> Prepared:
         p = self.plan(choices, **given)
         model = ResolvedModel(self.path, "m")
-        return Prepared(model, self.gguf, self.config, tuple(choices), p.facts, p.plan, p.forecast)
+        host = plan_host(0, p.facts, p.plan, choices, 1 << 40)
+        return Prepared(model, self.gguf, self.config, tuple(choices), p.facts, p.plan, p.forecast, host)
 
 
 @pytest.fixture
