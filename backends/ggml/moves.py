@@ -39,12 +39,14 @@ class Pools(Protocol):
 
 
 def runs(moves: Iterable[BlockMoveLike]) -> list[Run]:
-    """The moves in their order, those that follow each other in pool and host memory taken together."""
+    """The moves in their order; those that lie side by side at both ends, up or down, taken together."""
     found: list[Run] = []
     for move in moves:
         group, block, slot, count = found[-1] if found else (-1, 0, 0, 0)
         if (move.group, move.block, move.slot) == (group, block + count, slot + count):
             found[-1] = group, block, slot, count + 1
+        elif (move.group, move.block, move.slot) == (group, block - 1, slot - 1):
+            found[-1] = group, block - 1, slot - 1, count + 1
         else:
             found.append((move.group, move.block, move.slot, 1))
     return found

@@ -271,9 +271,9 @@ def test_the_kernel_copies_as_its_reference_does(sizes, moved, spill: bool, seed
     assert all(np.array_equal(a, b) for a, b in zip(ours, pools, strict=True))
 
 
-def test_moves_that_follow_each_other_go_together() -> None:
-    at = [(0, 5, 2), (0, 6, 3), (0, 7, 5), (1, 8, 6), (1, 9, 7), (1, 11, 8), (1, 12, 8)]
+def test_moves_that_lie_side_by_side_go_together() -> None:
+    at = [(0, 5, 2), (0, 6, 3), (0, 4, 1), (0, 3, 1), (1, 3, 2), (1, 9, 7), (1, 8, 6), (1, 7, 5), (1, 11, 8)]
     assert runs(BlockMove(*m) for m in at) == [
-        (0, 5, 2, 2), (0, 7, 5, 1), (1, 8, 6, 2), (1, 11, 8, 1), (1, 12, 8, 1)
+        (0, 4, 1, 3), (0, 3, 1, 1), (1, 3, 2, 1), (1, 7, 5, 3), (1, 11, 8, 1)
     ]  # fmt: skip
     assert runs([]) == []
