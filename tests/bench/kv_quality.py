@@ -5,7 +5,8 @@
 
 Each model reads the same text with its KV cache in f16 and in every other format, side by side. What was
 measured is kept (in HETERO_CACHE_DIR) until the sources of the kernels change, so that a run that was
-stopped goes on where it was. `--exact` also measures copies of the models whose weights are float32.
+stopped goes on where it was. `--exact` also measures what the numbers are to be held against: copies of the
+models whose weights are float32, ggml's operators in place of our kernels, and other scalings (kv_scalings).
 """
 
 from __future__ import annotations
@@ -17,27 +18,36 @@ import json
 import os
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
+from unittest import mock
 
 import gguf as gguf_package
+import numpy as np
 import platformdirs
 from gguf.quants import dequantize
 
 sys.path.insert(0, str(Path(__file__).resolve().parent.parent))
 
 from gguf_tools import Raw, rewrite
+from kv_scalings import scalings
 from places import gemma3, smollm2
 
+from backends.cpu.layers import CpuLayers
+from backends.ggml.layers import DeviceLayers
 from backends.ggml.models.config import read_config
+from backends.ggml.stage import GgmlStage
 from backends.kv_format import row_bytes
+from hetero.commands.quality import compare_all
 from hetero.commands.quality_kv import Formats, compare_formats, prepare_formats
 from hetero.config import Settings
 from hetero.kv_types import KVTypes, parse_several
 from hetero.screen import loading
 from hetero.text.tokenizer import Tokenizer
-from hetero.windows import cut, read_tokens
+from hetero.windows import cut, prepare_model, read_tokens
 from quant.gguf import open_gguf
+from quant.quality import Summary
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "quality.md"
@@ -46,6 +56,7 @@ CONTEXTS = (512, 2048, 4096)
 EXACT_CTX = 512
 MOST_KL, LEAST_TOP1 = 0.01, 0.98  # what is asked of fp8
 EXACT = "weights in float32"
+OTHER_PROGRAM = "f16, ggml's operators"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -70,7 +81,7 @@ def main() -> None:
     parser.add_argument("--tokens", type=int, default=6144, help="how much of the text is read")
     parser.add_argument("--kv-type", default=KV_TYPES, help=f"formats to compare with f16: {KV_TYPES}")
     parser.add_argument("--text", type=Path, help="text to read; the packaged one otherwise")
-    parser.add_argument("--exact", action="store_true", help=f"also with {EXACT}, in windows of {EXACT_CTX}")
+    parser.add_argument("--exact", action="store_true", help="also what to hold the numbers against")
     parser.add_argument("--out", type=Path, default=PAGE, help="the page to write")
     args = parser.parse_args()
     kv_types = parse_several(args.kv_type)
@@ -83,51 +94,34 @@ def main() -> None:
                     path, path.stem, Formats(str(path), tuple(kv_types), args.text, args.tokens, ctx)
                 )
             if args.exact:
-                rows += exactly(path, Path(folder), tuple(kv_types), args.text, args.tokens // 4)
+                short = Formats(str(path), tuple(kv_types), args.text, args.tokens // 3, EXACT_CTX)
+                rows += other_program(path, short) + exactly(path, Path(folder), short)
+    tried = scalings_of(models[0]) if args.exact else []
     sizes = {path.stem: bytes_per_token(path, kv_types) for path in models}
-    args.out.write_text(page(rows, sizes), encoding="utf-8")
+    args.out.write_text(page(rows, sizes, tried), encoding="utf-8")
     print(f"{args.out} is written")
 
 
 def measured(path: Path, name: str, wanted: Formats) -> list[Row]:
-    """A row for each format: known ones, or all of them anew."""
-    store = kept_at(path, wanted)
-    if store.exists():
-        return [Row(**row) for row in json.loads(store.read_text(encoding="utf-8"))]
-    print(f"{name}: windows of {wanted.ctx} tokens")
-    settings = Settings()
-    models = prepare_formats(settings, wanted)
-    tokenizer = Tokenizer(path)
-    windows = cut(read_tokens(tokenizer, wanted.text, wanted.tokens), wanted.ctx, tokenizer)
-    with loading() as progress:
-        found = compare_formats(settings, models, wanted.kv_types, windows, progress)
-    rows = [
-        Row(
-            name,
-            wanted.ctx,
-            one.label,
-            one.summary.tokens,
-            one.summary.kl_mean.value,
-            one.summary.kl_mean.error,
-            one.summary.kl_p99,
-            one.summary.top1,
-            one.summary.ppl_ratio.value,
-        )
-        for one in found
-    ]
-    store.parent.mkdir(parents=True, exist_ok=True)
-    store.write_text(json.dumps([dataclasses.asdict(row) for row in rows]), encoding="utf-8")
-    return rows
+    """A row for each format."""
+
+    def measure() -> list[Row]:
+        models = prepare_formats(Settings(), wanted)
+        with loading() as progress:
+            found = compare_formats(Settings(), models, wanted.kv_types, windows_of(path, wanted), progress)
+        return [row_of(name, wanted.ctx, one.label, one.summary) for one in found]
+
+    kinds = ",".join(map(str, wanted.kv_types))
+    known = remembered(f"{name}, {wanted.ctx} tokens: {kinds}", path, wanted, lambda: plain(measure()))
+    return [Row(**row) for row in known]
 
 
-def exactly(
-    path: Path, folder: Path, kv_types: tuple[KVTypes, ...], text: Path | None, tokens: int
-) -> list[Row]:
+def exactly(path: Path, folder: Path, wanted: Formats) -> list[Row]:
     """The same for a copy of the model whose weights need no rounding of activations."""
     copy = folder / f"{path.stem}.f32.gguf"
-    wanted = Formats(str(copy), kv_types, text, tokens, EXACT_CTX)
     name = f"{path.stem}, {EXACT}"
-    if not kept_at(copy, wanted).exists():
+
+    def measure() -> list[Any]:
         weights = {
             t.name: Raw(
                 "F32", tuple(map(int, t.shape)), dequantize(t.data, t.tensor_type).astype("<f4").tobytes()
@@ -135,16 +129,69 @@ def exactly(
             for t in gguf_package.GGUFReader(path).tensors
         }
         rewrite(path, copy, {}, weights)
-    rows = measured(copy, name, wanted)
-    copy.unlink(missing_ok=True)
-    return rows
+        rows = measured(copy, name, dataclasses.replace(wanted, model=str(copy)))
+        copy.unlink()
+        return plain(rows)
+
+    kinds = ",".join(map(str, wanted.kv_types))
+    return [Row(**row) for row in remembered(f"{name}: {kinds}", path, wanted, measure)]
 
 
-def kept_at(path: Path, wanted: Formats) -> Path:
-    """A file named by all that the numbers depend on: model, text, formats and kernels."""
-    text = wanted.text or ROOT / "hetero" / "data" / "quality.txt"
+def other_program(path: Path, wanted: Formats) -> list[Row]:
+    """f16 on ggml's operators against f16 on our kernels: two programs that are both right."""
+
+    def measure() -> list[Any]:
+        kinds: Iterator[Any] = iter((CpuLayers, DeviceLayers))
+        models = [prepare_model(Settings(), str(path), wanted.ctx) for _ in range(2)]
+        with mock.patch.object(GgmlStage, "_kind", lambda self: next(kinds)), loading() as progress:
+            windows = windows_of(path, wanted)
+            (found,) = compare_all(Settings(), models, ["ours", "ggml's"], windows, progress)
+        return plain([row_of(path.stem, wanted.ctx, OTHER_PROGRAM, found)])
+
+    known = remembered(f"{path.stem}: {OTHER_PROGRAM}", path, wanted, measure)
+    return [Row(**row) for row in known]
+
+
+def scalings_of(path: Path) -> list[Any]:
+    """[keys or values, way, mean KL divergence, top-1] of each way to scale."""
+
+    def measure() -> list[Any]:
+        return [[w, n, s.kl_mean.value, s.top1] for w, n, s in scalings(path, EXACT_CTX)]
+
+    return remembered(f"{path.stem}: scalings", path, None, measure)
+
+
+def windows_of(path: Path, wanted: Formats) -> np.ndarray:
+    tokenizer = Tokenizer(path)
+    return cut(read_tokens(tokenizer, wanted.text, wanted.tokens), wanted.ctx, tokenizer)
+
+
+def row_of(model: str, ctx: int, kind: str, s: Summary) -> Row:
+    kl = s.kl_mean
+    return Row(model, ctx, kind, s.tokens, kl.value, kl.error, s.kl_p99, s.top1, s.ppl_ratio.value)
+
+
+def plain(rows: Sequence[Row]) -> list[Any]:
+    return [dataclasses.asdict(row) for row in rows]
+
+
+def remembered(what: str, path: Path, wanted: Formats | None, measure: Callable[[], list[Any]]) -> list[Any]:
+    """What was found earlier, or else is found now."""
+    store = kept_at(what, path, wanted)
+    if store.exists():
+        return json.loads(store.read_text(encoding="utf-8"))
+    print(what, flush=True)
+    found = measure()
+    store.parent.mkdir(parents=True, exist_ok=True)
+    store.write_text(json.dumps(found), encoding="utf-8")
+    return found
+
+
+def kept_at(what: str, path: Path, wanted: Formats | None) -> Path:
+    """A file named by all that the numbers depend on: model, text and kernels."""
+    text = (wanted and wanted.text) or ROOT / "hetero" / "data" / "quality.txt"
     digest = hashlib.sha256()
-    for part in (path.name, *map(str, wanted.kv_types), wanted.tokens, wanted.ctx):
+    for part in (what, path.name, *((wanted.tokens, wanted.ctx) if wanted else ())):
         digest.update(f"{part}\n".encode())
     sources = sorted(p for folder in ("backends", "quant") for p in (ROOT / folder).rglob("*.py"))
     for file in (text, *sources):
@@ -164,10 +211,10 @@ def bytes_per_token(path: Path, kv_types: Sequence[KVTypes]) -> dict[str, int]:
     }
 
 
-def page(rows: Sequence[Row], sizes: dict[str, dict[str, int]]) -> str:
+def page(rows: Sequence[Row], sizes: dict[str, dict[str, int]], tried: Sequence[Any] = ()) -> str:
     """docs/quality.md."""
-    plain = [row for row in rows if EXACT not in row.model]
-    lines = [*INTRODUCTION, *verdict([row for row in plain if row.kv_type.split()[0] == "fp8"])]
+    asked = [row for row in rows if EXACT not in row.model and row.kv_type.split()[0] == "fp8"]
+    lines = [*INTRODUCTION, *verdict(asked)]
     lines += ["", "## Memory", "", "| model | format | bytes per token | tokens in the same memory |"]
     lines.append("|---|---|---|---|")
     for name, kinds in sizes.items():
@@ -176,7 +223,25 @@ def page(rows: Sequence[Row], sizes: dict[str, dict[str, int]]) -> str:
         ]
     for name in dict.fromkeys(row.model for row in rows):
         lines += ["", f"## {name}", "", *table([row for row in rows if row.model == name])]
-    return "\n".join([*lines, "", *NOTES]) + "\n"
+    lines += ["", *NOTES]
+    if tried:
+        lines += [
+            "",
+            *SCALINGS,
+            "",
+            "| | way | mean KL divergence | same likeliest token |",
+            "|---|---|---|---|",
+        ]
+        lines += [f"| {which} | {way} | {kl:.5f} | {100 * top1:.2f} % |" for which, way, kl, top1 in tried]
+    return "\n".join(lines) + "\n"
+
+
+SCALINGS = f"""\
+## Scalings that were tried
+
+On keys and values of the first model with float32 weights, in numpy, over the second half of {EXACT_CTX} tokens;
+the other of the two is f16. `python tests/bench/kv_scalings.py` prints it.
+""".splitlines()
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:
@@ -222,8 +287,10 @@ NOTES = """\
 ## Reading the numbers
 
 - With quantized weights, activations are rounded to 8 bits before each product. A change of the KV cache,
-  however small, lets some of them fall to the other side, and that shows in every layer behind it. So no
-  format comes as close to f16 there as with float32 weights, whose tables show what the format alone costs.
+  however small, lets some of them fall to the other side, and that shows in every layer behind it. Two
+  programs that are both right differ in the same way: the rows "f16, ggml's operators" compare the same
+  model, f16 cache and all, on ggml's operators with our kernels. The tables with float32 weights show what
+  the formats alone cost.
 - Keys are what fp8 costs: scores go through an exponential, and a number of 3 mantissa bits is up to 6 %
   off whatever its scale. q8_0 is off by up to 0.4 % of the largest of 32 values. `k=q8_0,v=fp8` therefore
   loses hardly more than q8_0, and takes 1 to 2 % more memory than fp8.

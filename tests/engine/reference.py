@@ -19,11 +19,12 @@ def forward(
     kv_dtype: type = np.float64,
     gelu_table: bool = False,
     kept: tuple[Rounded, Rounded] | None = None,
+    weights: dict[str, np.ndarray] | None = None,
 ) -> np.ndarray:
     """Logits [len(ids), n_vocab] of an F32 model; keys and values are rounded to `kv_dtype`, or as `kept`
-    says of keys and of values, float64 [T, heads, dim] each.
+    says of keys and of values, float64 [T, heads, dim] each. `weights` are taken in place of the file's.
     """
-    w = {n: _tensor(gguf, n) for n in gguf.tensors}
+    w = weights or {n: _tensor(gguf, n) for n in gguf.tensors}
     c, family = config, config.family
     x = w["token_embd.weight"][ids] * c.embedding_scale
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import asyncio
 import json
 import random
-from dataclasses import asdict, replace
+from dataclasses import replace
+from pathlib import Path
 
 import kv_quality
 import numpy as np
@@ -115,7 +116,8 @@ def test_the_page_on_formats_says_what_was_measured_and_whether_it_is_enough():
     worse = replace(good, ctx=4096, kl=0.0123, top1=0.985)
     exact = replace(good, model=f"m, {kv_quality.EXACT}", kl=9.0)
     sizes = {"m": {"f16": 256, "fp8": 132}}
-    page = kv_quality.page([good, worse, exact], sizes)
+    page = kv_quality.page([good, worse, exact], sizes, [["keys", "a way", 0.5, 0.25]])
+    assert "| keys | a way | 0.50000 | 25.00 % |" in page
     assert "0.01 nats is missed (largest: 0.01230, m at 4,096)" in page
     assert "98% of positions is kept (least: 98.50 %, m at 4,096)" in page
     assert "| m | fp8 | 132 | 1.94x |" in page
@@ -123,13 +125,11 @@ def test_the_page_on_formats_says_what_was_measured_and_whether_it_is_enough():
     assert f"## m, {kv_quality.EXACT}" in page and "is kept (largest" in kv_quality.page([good], sizes)
 
 
-def test_formats_are_not_measured_twice(smollm2_path, tmp_path, monkeypatch):
+def test_formats_are_not_measured_twice(tmp_path, monkeypatch):
     monkeypatch.setenv("HETERO_CACHE_DIR", str(tmp_path))
-    wanted = Formats(str(smollm2_path), (KVTypes("fp8", "fp8"),), None, 512, 512)
-    row = kv_quality.Row("m", 512, "fp8", 255, 0.004, 1e-4, 0.02, 0.99, 1.001)
-    store = kv_quality.kept_at(smollm2_path, wanted)
-    store.parent.mkdir()
-    store.write_text(json.dumps([asdict(row)]))
-    assert kv_quality.measured(smollm2_path, "m", wanted) == [row]
-    for other in (replace(wanted, ctx=256), replace(wanted, kv_types=(KVTypes("fp8", "f16"),))):
-        assert kv_quality.kept_at(smollm2_path, other) != store
+    wanted = Formats("m.gguf", (KVTypes("fp8", "fp8"),), None, 512, 512)
+    times = iter(range(9))
+    for changed in (wanted, wanted, replace(wanted, ctx=256), replace(wanted, tokens=256), wanted):
+        for what in ("fp8", "q8_0"):
+            found = kv_quality.remembered(what, Path("m.gguf"), changed, lambda: [next(times)])
+    assert found == [1] and next(times) == 6
