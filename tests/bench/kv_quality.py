@@ -239,8 +239,8 @@ def page(rows: Sequence[Row], sizes: dict[str, dict[str, int]], tried: Sequence[
 SCALINGS = f"""\
 ## Scalings that were tried
 
-On keys and values of the first model with float32 weights, in numpy, over the second half of {EXACT_CTX} tokens;
-the other of the two is f16. `python tests/bench/kv_scalings.py` prints it.
+On keys and values of the first model with float32 weights, in numpy, over the second half of {EXACT_CTX}
+tokens; the other of the two is f16. `python tests/bench/kv_scalings.py` prints it.
 """.splitlines()
 
 
