@@ -1,0 +1,51 @@
+"""Contexts that left the pools for host memory go on as if they had never left, whatever the stages are."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from engine.answers import BASE, answers
+from tiny_models import tiny_model
+
+from hetero.kv.costs import MoveCosts
+from hetero.plan import devices
+
+TOKENS = 10
+LLAMA: dict[str, Any] = {"arch": "llama", "n_layers": 3}
+WINDOWS: dict[str, Any] = {
+    "arch": "gemma3", "n_layers": 3, "sliding_window": 48, "sliding_window_pattern": 2
+}  # fmt: skip
+ONE: dict[str, Any] = {"threads": 1}
+TWO: dict[str, Any] = {"device": ("CPU:threads=1",) * 2, "split": (1, 2)}
+
+
+@pytest.fixture(autouse=True)
+def always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Devices of one thread each on any machine, not pinned; a copy is always taken for cheaper."""
+    around = devices.Around(cores=lambda: (), usable_cores=lambda: 8)
+    monkeypatch.setattr(devices, "Around", lambda: around)
+    monkeypatch.setattr(MoveCosts, "observe", lambda *_: None)
+
+
+@pytest.mark.parametrize(
+    ("model", "stages"),
+    [(LLAMA, ONE), (WINDOWS, ONE), (WINDOWS, TWO), (WINDOWS, TWO | {"isolate": "all"})],
+    ids=["llama", "windows", "two stages", "in processes of their own"],
+)
+def test_the_same_text_as_alone(model: dict[str, Any], stages: dict[str, Any], tmp_path: Path) -> None:
+    """Ten contexts, two at a time, through pools with room for four, three times."""
+    path, rng = tiny_model(tmp_path / "m.gguf", seed=5, **model), np.random.default_rng(2)
+    shared = rng.integers(3, 300, 40).tolist()
+    own = [rng.integers(3, 300, int(rng.integers(60, 130))).tolist() for _ in range(10)]
+    prompts = [(shared if i % 2 else []) + ids for i, ids in enumerate(own)]
+    small = dataclasses.replace(BASE, kv_tokens=512, ctx=192, max_num_batched_tokens=64, **ONE)
+    alone, _ = answers(path, small, prompts, 1, tokens=TOKENS)
+    tiered = dataclasses.replace(small, ram_cache=64 << 20, **stages)
+    got, stats = answers(path, tiered, prompts, 2, tokens=TOKENS, rounds=3)
+    assert got == alone
+    moves = stats.moves
+    assert min(moves.spilled_blocks, moves.loaded_blocks) > 50 and stats.tokens_from["host"] > 1000
