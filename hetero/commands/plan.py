@@ -59,7 +59,11 @@ def as_table(prepared: Prepared) -> dict[str, Any]:
         "total_bytes": made.total_bytes,
         "short_by_bytes": made.short_by_bytes,
         "host": dataclasses.asdict(prepared.host)
-        | {"tokens": prepared.host.tokens, "nbytes": prepared.host.nbytes},
+        | {
+            "tokens": prepared.host.tokens,
+            "nbytes": prepared.host.nbytes,
+            "formats": dict(_host_tokens(prepared)),
+        },
         "forecast": None if prepared.forecast is None else dataclasses.asdict(prepared.forecast),
     }
 
@@ -94,10 +98,22 @@ def _show_caches(prepared: Prepared) -> None:
     print(f"KV tokens  {made.kv_tokens}")
     kept = dict.fromkeys(str(stage.kv_types) for stage in made.stages)
     print(f"KV format  {' and '.join(kept)}")
-    in_others = ", ".join(f"{tokens} as {name}" for name, tokens in made.format_tokens)
+    in_others = ", ".join(f"{one.tokens} as {one.name}" for one in made.formats)
     print(f"           tokens in the same memory: {in_others}")
     size = f"{host.tokens} tokens in {format_size(host.nbytes)}" if host.nbytes else "none"
     print(f"RAM cache  {size} ({host.why})")
+    if host.nbytes:
+        in_others = ", ".join(f"{n} as {name}" for name, n in _host_tokens(prepared))
+        print(f"           tokens in the same memory: {in_others}")
+
+
+def _host_tokens(prepared: Prepared) -> list[tuple[str, int]]:
+    """(format, tokens that the RAM cache would hold in it): its slots are as large as the pools' blocks."""
+    from hetero.plan.planner import BLOCK_SIZE
+
+    pools = sum(stage.kv_bytes for stage in prepared.plan.stages)
+    blocks = prepared.host.tokens // BLOCK_SIZE
+    return [(one.name, blocks * pools // one.nbytes * BLOCK_SIZE) for one in prepared.plan.formats]
 
 
 def _row(stage: StagePlan, prepared: Prepared) -> tuple[str, ...]:

@@ -15,7 +15,7 @@ from hetero.plan.estimate import estimate
 from hetero.plan.facts import layer_classes, model_facts, with_kv_types
 from hetero.plan.forecast import Forecast, forecast
 from hetero.plan.measured import cached_times, measured_times
-from hetero.plan.planner import Limits, ModelFacts, Place, Plan, make_plan, tokens_in
+from hetero.plan.planner import Limits, ModelFacts, Place, Plan, format_size_of, make_plan
 from hetero.plan.problem import SplitProblem
 from hetero.plan.reasons import cut_reasons, left_out
 from hetero.plan.split import parts_of
@@ -79,11 +79,11 @@ def plan_model(
         classes, ordered = layer_classes(gguf, config), bool(settings.device)
         problem = SplitProblem(facts, limits, places, times, classes, settings.objective, ordered)
         made = _split(problem, settings.split, labels)
-    held = tuple(
-        (name, tokens_in(made.plan, with_kv_types(facts, config, limits, types), limits, places))
+    formats = tuple(
+        format_size_of(name, made.plan, with_kv_types(facts, config, limits, types), limits, places)
         for name, types in _formats(config)
     )
-    return replace(made, plan=replace(made.plan, format_tokens=held))
+    return replace(made, plan=replace(made.plan, formats=formats))
 
 
 def calibrate_model(

@@ -54,6 +54,17 @@ class Shortage:
 
 
 @dataclass(frozen=True, slots=True)
+class FormatSize:
+    """A format of the KV cache: how many tokens the planned pools' memory would hold in it, and how many
+    bytes the planned number of blocks would take.
+    """
+
+    name: str
+    tokens: int
+    nbytes: int
+
+
+@dataclass(frozen=True, slots=True)
 class Plan:
     """A memory map. It fits exactly when there is no shortage.
 
@@ -61,7 +72,7 @@ class Plan:
     kept at the same time. `max_model_len` is the longest context of one request. `reasons` explain the
     sizes, `notes` say where the user gets less than asked for. `free_bytes` is of all memories used.
     `fitting_tokens` is the largest KV cache that these stages have room for, 0 for none at all.
-    `format_tokens`: (format, how many tokens it would hold in the same memory) of each that can be chosen.
+    `formats`: what each format of the KV cache that can be chosen would make of the same memory.
     """
 
     stages: tuple[StagePlan, ...]
@@ -73,7 +84,7 @@ class Plan:
     notes: tuple[str, ...]
     shortages: tuple[Shortage, ...]
     fitting_tokens: int
-    format_tokens: tuple[tuple[str, int], ...] = ()
+    formats: tuple[FormatSize, ...] = ()
 
     @property
     def fits(self) -> bool:
@@ -137,16 +148,23 @@ def tokens_of_memory(facts: ModelFacts, limits: Limits, places: Sequence[Place])
     return max(BLOCK_SIZE, tokens)
 
 
-def tokens_in(plan: Plan, facts: ModelFacts, limits: Limits, places: Sequence[Place]) -> int:
-    """Tokens that the KV memory of a plan's stages would hold with other `facts` of the same model."""
+def format_size_of(
+    name: str, plan: Plan, facts: ModelFacts, limits: Limits, places: Sequence[Place]
+) -> FormatSize:
+    """What `facts`, of the same model with its KV cache in another format, would make of a plan's memory."""
+
+    def sizes(tokens: int) -> list[int]:
+        found = []
+        for stage in plan.stages:
+            layers = layer_kv_bytes(facts, limits, tokens, [places[stage.index]])
+            found.append(sum(layers[slice(*stage.layers)]))
+        return found
 
     def fits(tokens: int) -> bool:
-        return all(
-            sum(layer_kv_bytes(facts, limits, tokens, [places[s.index]])[slice(*s.layers)]) <= s.kv_bytes
-            for s in plan.stages
-        )
+        return all(size <= s.kv_bytes for size, s in zip(sizes(tokens), plan.stages, strict=True))
 
-    return _most_tokens(MOST_GAINED * plan.kv_tokens, fits)
+    most = _most_tokens(MOST_GAINED * plan.kv_tokens, fits)
+    return FormatSize(name, most, sum(sizes(plan.kv_tokens)))
 
 
 def stage_compute_bytes(facts: ModelFacts, limits: Limits, place: Place, last: bool, num_stages: int) -> int:

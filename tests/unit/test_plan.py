@@ -22,10 +22,10 @@ from hetero.plan.planner import (
     Place,
     Plan,
     explain_shortage,
+    format_size_of,
     kv_bytes,
     kv_groups,
     make_plan,
-    tokens_in,
 )
 from hetero.plan.sizes import MIN_CONTEXT, SPARE
 
@@ -282,6 +282,7 @@ def test_devices_without_our_kernels_have_formats_of_their_own():
     bounded = make_plan(model, places, [(0, 0, 3), (1, 3, 4)], Limits(kv_memory=20 << 20))
     assert 19 << 20 < sum(s.kv_bytes for s in bounded.stages) <= 20 << 20
     halves = replace(model, kv_bytes_per_token=(66,) * 4, plain_kv_bytes_per_token=(68,) * 4)
-    held = tokens_in(plan, halves, Limits(kv_tokens=16384), places)
-    assert 2 * 16384 <= held < 2 * 16384 + 2 * BLOCK_SIZE
-    assert tokens_in(plan, model, Limits(kv_tokens=16384), places) == 16384
+    held = format_size_of("half", plan, halves, Limits(kv_tokens=16384), places)
+    assert 2 * 16384 <= held.tokens < 2 * 16384 + 2 * BLOCK_SIZE
+    assert held.nbytes == sum(s.kv_bytes for s in plan.stages) // 2
+    assert format_size_of("same", plan, model, Limits(kv_tokens=16384), places).tokens == 16384

@@ -231,16 +231,19 @@ def test_formats_of_each_device_and_what_they_would_hold(tmp_path: Path, capsys:
         "q8_0",
         "q8_0",
     )
-    held = dict(plain.plan.format_tokens)
+    held = {one.name: one.tokens for one in plain.plan.formats}
     assert held["f16"] == 4096
     assert held["fp8"] / 4096 == pytest.approx(2 * dim / (dim + dim / 16), rel=0.01)  # q8_0 on the card
-    assert dict(fp8.plan.format_tokens)["fp8"] == 4096
+    assert {one.name: one.tokens for one in fp8.plan.formats}["fp8"] == 4096
     command._show(fp8)
     out = capsys.readouterr().out
     assert "KV format  fp8 and q8_0" in out and "4096 as fp8" in out
     assert "note       CUDA0: no kernels for an fp8 KV cache" in out
     table = json.loads(json.dumps(command.as_table(fp8)))
     assert table["stages"][1]["kv_types"] == {"keys": "q8_0", "values": "q8_0"}
+    in_ram = table["host"]["formats"]
+    assert in_ram["fp8"] == table["host"]["tokens"] > 0
+    assert in_ram["f16"] / in_ram["fp8"] == pytest.approx(67 / 128, rel=0.03)
 
 
 def test_heads_that_a_format_cannot_hold(tmp_path: Path):
@@ -252,4 +255,4 @@ def test_heads_that_a_format_cannot_hold(tmp_path: Path):
     plan = planner.plan([gpu("CUDA0")], kv_type=FP8).plan
     assert plan.stages[0].kv_types == KVTypes()
     assert any("--kv-type fp8 is f16" in note for note in plan.notes)
-    assert [name for name, _ in plan.format_tokens] == ["f16", "fp8"]
+    assert [one.name for one in plan.formats] == ["f16", "fp8"]
