@@ -1,6 +1,8 @@
 # make serve | test | lint | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
 PYTHON ?= python3
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
+# Processes that run tests, each a file at a time; 0 for none beside pytest itself, as a debugger wants it.
+WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
 BENCH_BIN := .venv-bench/bin
@@ -14,7 +16,7 @@ serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
 
 test: lint
-	$(BIN)/python -m pytest $(ARGS)
+	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .

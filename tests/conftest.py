@@ -31,6 +31,8 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, folder in folders.items():
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(folder)
+    # Threads that wait for each other by spinning take the cores from another worker's tests.
+    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 @pytest.fixture(scope="session")

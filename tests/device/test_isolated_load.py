@@ -16,13 +16,14 @@ from pathlib import Path
 import psutil
 import pytest
 from isolated_tools import posix, segments, until
+from scale import scaled
 from served import PROMPTS, Served
 from tiny_models import tiny_model
 
 from hetero.pipeline import channel_stage, supervise
 from hetero.request import FinishReason
 
-ACCIDENTS = 50 if os.environ.get("HETERO_TEST_SCALE") == "full" else 3
+ACCIDENTS = scaled(3, 50)
 
 
 @pytest.fixture(scope="module")

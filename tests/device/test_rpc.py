@@ -5,7 +5,6 @@ HETERO_TEST_SCALE=full kills and stops the server 50 times instead of 3.
 
 from __future__ import annotations
 
-import os
 import random
 import signal
 import threading
@@ -17,6 +16,7 @@ import moves_tools
 import pytest
 from isolated_tools import gone, isolate, posix, spec_of
 from rpc_tools import RpcServer, has_rpc
+from scale import scaled
 from served import Served
 from tiny_models import tiny_model
 from worker_tools import Model
@@ -26,7 +26,7 @@ from backends.ggml.devices import DeviceError
 from hetero.pipeline import deadlines, isolated, supervise
 
 pytestmark = [posix, pytest.mark.skipif(not has_rpc(), reason="ggml was built without -DGGML_RPC=ON")]
-ACCIDENTS = 50 if os.environ.get("HETERO_TEST_SCALE") == "full" else 3
+ACCIDENTS = scaled(3, 50)
 
 
 @pytest.fixture(scope="module")

@@ -8,11 +8,12 @@ from pathlib import Path
 
 import pytest
 from engine.answers import BASE, answers, make_prompts
+from scale import scaled
 
 from hetero.config import Settings
 from hetero.plan import devices
 
-PROMPTS, LONGEST = 64, 400
+PROMPTS, LONGEST = scaled(32, 64), 400
 
 
 @dataclasses.dataclass

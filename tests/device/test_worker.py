@@ -16,8 +16,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 from moves_tools import SLOTS, spec_of, there_and_back
+from scale import scaled
 from tiny_models import tiny_model
-from worker_tools import FULL, ROOT, SECRET, Load, Model, RunningWorker, greedy, run, running_worker
+from worker_tools import ROOT, SECRET, Load, Model, RunningWorker, greedy, run, running_worker
 
 from backends.base import StageLost
 from backends.ggml.devices import DeviceError, open_device
@@ -26,7 +27,7 @@ from hetero.pipeline import supervise
 from hetero.pipeline.remote import describe
 from hetero.pipeline.supervise import Supervised
 
-LOSSES = 50 if FULL else 2  # half of them stopped, half killed
+LOSSES = scaled(2, 50)  # half of them stopped, half killed
 NOTICE_SECONDS = 5.0
 SLACK_SECONDS = 3.0  # of a machine that has more to do than this test
 BACK_SECONDS = 30.0

@@ -10,14 +10,15 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+from scale import scaled
 from server.client import Reply
 from server.real import Oracle, RealClient, RealServer, real_server, talking_to
-from worker_tools import FULL, SECRET, RunningWorker
+from worker_tools import SECRET, RunningWorker
 
 from hetero.worker.secret import VARIABLE
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="POSIX signals")
-LOSSES = 50 if FULL else 2  # stopped, killed, stopped, ...
+LOSSES = scaled(2, 50)  # stopped, killed, stopped, ...
 NOTICE_SECONDS = 5.0
 SLACK_SECONDS = 3.0  # of a machine that has more to do than this test
 BACK_SECONDS = 30.0

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import subprocess
 import sys
 import threading
@@ -234,6 +233,3 @@ class Load:
         self._stop.set()
         self._thread.join(90)
         assert not self._thread.is_alive(), "a step hangs"
-
-
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"

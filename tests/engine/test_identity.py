@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 from engine.answers import BASE, answers, make_prompts
+from scale import scaled
 
 
 @dataclasses.dataclass
@@ -21,8 +22,8 @@ class Case:
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])
 def case(request, smollm2_path, gemma3_path) -> Case:
     path, count, longest = {
-        "smollm2": (smollm2_path, 128, 400),
-        "gemma3": (gemma3_path, 24, 1000),  # past the window of 512
+        "smollm2": (smollm2_path, scaled(40, 128), 400),
+        "gemma3": (gemma3_path, scaled(12, 24), 1000),  # past the window of 512
     }[request.param]
     prompts = make_prompts(path, count, longest)
     alone, _ = answers(path, BASE, prompts, 1)

@@ -8,7 +8,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import os
 import signal
 import socket
 import subprocess
@@ -24,6 +23,7 @@ from typing import Any
 
 import aiohttp
 import psutil
+from scale import THREADS, scaled  # noqa: F401  tests may take it from here
 
 from hetero.config import Settings
 from hetero.launch import launch
@@ -35,16 +35,7 @@ from .client import Client, Reply
 ROOT = Path(__file__).resolve().parents[2]
 COMMAND = [sys.executable, "-m", "cli"]
 START_SECONDS = 240.0  # the first start on a machine compiles kernels
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"  # the cases at the size at which they were written
-# Threads that compute wait for each other by spinning. With more of them than idle cores everything takes
-# a hundred times as long, and the machine that runs the tests may be a busy one.
-THREADS = (os.cpu_count() or 1) if FULL else 1
 ALIVE = {"prompt": "The capital of France is", "max_tokens": 8, "temperature": 0}
-
-
-def scaled(short: int, full: int) -> int:
-    """A count for an everyday run, or with HETERO_TEST_SCALE=full the case's own."""
-    return full if FULL else short
 
 
 class RealServer:

@@ -8,9 +8,10 @@ from typing import Any
 
 import psutil
 import pytest
+from scale import scaled
 
 from .conftest import Serve
-from .real import Oracle, RealClient, RealServer, scaled, talking_to
+from .real import Oracle, RealClient, RealServer, talking_to
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 N_CTX = 512

@@ -7,8 +7,9 @@ import random
 from typing import Any
 
 import pytest
+from scale import scaled
 
-from .real import Oracle, RealClient, scaled
+from .real import Oracle, RealClient
 
 CHAT, COMPLETIONS = "/v1/chat/completions", "/v1/completions"
 STORY = {"prompt": "Once upon a time", "max_tokens": 64, "temperature": 1.0, "top_p": 0.95}
