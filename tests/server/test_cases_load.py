@@ -91,12 +91,17 @@ async def test_k01_answers_are_never_mixed(crowded: RealServer, oracle: Oracle) 
         await client.check_alive()
 
 
+SMALL_POOL = scaled(1024, 2048)
+
+
 @pytest.fixture(scope="module")
 def small_pool(serve: Serve, smollm2_path: Path) -> RealServer:
-    return serve(smollm2_path, "--kv-tokens", "2048")
+    return serve(smollm2_path, "--kv-tokens", str(SMALL_POOL))
 
 
-async def check_full_pool(client: RealClient, oracle: Oracle, new_tokens: int) -> None:
+async def check_full_pool(client: RealClient, oracle: Oracle, pool: int, new_tokens: int) -> None:
+    """Eight requests of 128 + `new_tokens` tokens, then one that nearly fills `pool` beside small ones."""
+
     def job(seed: int, prompt_tokens: int, max_tokens: int) -> Job:
         rng = random.Random(seed)
         ids = [rng.randrange(1000, 9000) for _ in range(prompt_tokens)]
@@ -110,13 +115,13 @@ async def check_full_pool(client: RealClient, oracle: Oracle, new_tokens: int) -
     # That no single one is preempted more often, and that no step is empty while somebody waits, the
     # simulation of the scheduler checks.
     assert after[name] - before[name] <= 4 * 8
-    if 8 * (128 + new_tokens) > 2 * 2048:
+    if 8 * (128 + new_tokens) > 2 * pool:
         assert after[name] > before[name], "the pool was to be too small for all"
 
-    large, small = job(20, 1900, 100), [job(30 + i, 20 + i, 24) for i in range(4)]
+    large, small = job(20, pool - 148, 100), [job(30 + i, 20 + i, 24) for i in range(4)]
     await asyncio.gather(*(j.check(client, True) for j in (large, *small)))
 
-    reply = await client.complete(prompt=[1000] * 2100, max_tokens=8)
+    reply = await client.complete(prompt=[1000] * (pool + 52), max_tokens=8)
     assert reply.status == 400 and reply.error["code"] == "context_length_exceeded"
     metrics = await client.until_idle()
     assert not [k for k in metrics if k.startswith("hetero_http_answers") and 'status="5' in k]
@@ -125,11 +130,11 @@ async def check_full_pool(client: RealClient, oracle: Oracle, new_tokens: int) -
 
 async def test_k03_a_full_pool(small_pool: RealServer, oracle: Oracle) -> None:
     async with talking_to(small_pool) as client:
-        await check_full_pool(client, oracle, 512)
+        await check_full_pool(client, oracle, SMALL_POOL, scaled(160, 512))
 
 
 async def test_k03_a_full_pool_with_sliding_windows(gemma3: RealClient, gemma3_oracle: Oracle) -> None:
-    await check_full_pool(gemma3, gemma3_oracle, scaled(256, 512))
+    await check_full_pool(gemma3, gemma3_oracle, 2048, scaled(160, 512))
 
 
 def a_prefix_tree(rng: random.Random, count: int, oracle: Oracle) -> list[list[int]]:

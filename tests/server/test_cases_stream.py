@@ -17,6 +17,7 @@ import aiohttp
 import openai
 import pytest
 import yaml
+from scale import scaled
 
 from .client import parse_events
 from .conftest import Serve
@@ -121,7 +122,7 @@ async def cancel_at_random(client: RealClient, rng: random.Random) -> None:
 
 
 async def test_a_thousand_cancels_leave_nothing_behind(serve: Serve, smollm2_path: Path) -> None:
-    rng = random.Random(3)
+    rng, count = random.Random(3), scaled(500, 1000)
     server = serve(smollm2_path, "--kv-tokens", "4096")
 
     async def client_of(client: RealClient, count: int) -> None:
@@ -137,10 +138,10 @@ async def test_a_thousand_cancels_leave_nothing_behind(serve: Serve, smollm2_pat
         # What takes memory on its first use is used first: every KV page, and graphs of all sizes.
         assert (await client.complete(prompt=[5 + i % 999 for i in range(4090)], max_tokens=1)).status == 200
         threads, memory = await a_round(client, 200)
-        threads_after, memory_after = await a_round(client, 1000)
+        threads_after, memory_after = await a_round(client, count)
         assert threads_after <= threads
         assert memory_after - memory < 32 << 20  # it settles; a request's worth each would be far more
-        assert (await client.metrics())["hetero_requests_cancelled_total"] > 300
+        assert (await client.metrics())["hetero_requests_cancelled_total"] > 0.25 * (200 + count)
         await client.check_alive()
     assert "Traceback" not in server.log
 
