@@ -10,6 +10,10 @@ from pathlib import Path
 import pytest
 from places import PERSISTENT, gemma3, smollm2
 
+# Threads that wait for each other by spinning take the cores from another worker's tests. OpenMP reads this
+# once, when the first module that needs ggml is imported, which may be a conftest.py beside the tests.
+os.environ["OMP_WAIT_POLICY"] = "passive"
+
 
 def pytest_configure(config: pytest.Config) -> None:
     """Before any import of the package: numba and platformdirs read the environment early."""
@@ -31,8 +35,6 @@ def pytest_configure(config: pytest.Config) -> None:
     for name, folder in folders.items():
         folder.mkdir(parents=True, exist_ok=True)
         os.environ[name] = str(folder)
-    # Threads that wait for each other by spinning take the cores from another worker's tests.
-    os.environ["OMP_WAIT_POLICY"] = "passive"
 
 
 @pytest.fixture(scope="session")

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from tiny_models import tiny_model
 
 from tests.gguf_tools import rewrite
 
@@ -215,11 +216,9 @@ async def attack(client: RealClient) -> None:
 
 
 @pytest.mark.parametrize("name", HOSTILE)
-async def test_z01_a_template_in_the_file_runs_nothing(
-    name: str, smollm2_path: Path, serve: Serve, tmp_path: Path
-) -> None:
+async def test_z01_a_template_in_the_file_runs_nothing(name: str, serve: Serve, tmp_path: Path) -> None:
     SECRET.unlink(missing_ok=True)
-    path = rewrite(smollm2_path, tmp_path / "z01.gguf", {"tokenizer.chat_template": HOSTILE[name]})
+    path = tiny_model(tmp_path / "z01.gguf", chat_template=HOSTILE[name])
     async with talking_to(serve(path, "--kv-tokens", "512")) as client:
         await attack(client)
 
