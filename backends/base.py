@@ -93,7 +93,8 @@ class HostMemoryView(Protocol):
         ...
 
     def view(self, group: int, slot: int) -> np.ndarray:
-        """The slot's bytes, uint8 [slot_bytes(group)]. From any thread; not after the stage was closed."""
+        """The slot's bytes, uint8 [slot_bytes(group)]. From any thread. LookupError once the stage is closed;
+        views that are still there then stay good."""
         ...
 
 

@@ -46,8 +46,7 @@ def slot_sizes(config: ModelConfig, spec: StageSpec) -> tuple[int, ...]:
 class HostMemory:
     """`slots[group]` slots of `slot_bytes[group]` bytes each. See base.HostMemoryView.
 
-    Any thread may ask for views. `close` gives the memory back; views that are still there keep it, unless it
-    came from a device's driver: those are not to be used any more.
+    Any thread may ask for views. `close` gives the memory back; views that are still there keep theirs.
     """
 
     def __init__(self, slots: Sequence[int], slot_bytes: Sequence[int], allocate: Allocate = anonymous):
@@ -103,13 +102,13 @@ class HostMemory:
             assert chunk.shape == self._shape(group, number) and chunk.dtype == np.uint8
 
     def _chunk(self, group: int, number: int) -> np.ndarray:
-        """Raises MemoryError or OSError where there is no memory for it, or none any more."""
+        """Raises MemoryError or OSError where there is no memory for it, LookupError after `close`."""
         chunk = self._chunks.get((group, number))
         if chunk is None:
             with self._making:
                 chunk = self._chunks.get((group, number))
                 if self._closed:
-                    raise OSError("the stage of these host slots was closed")
+                    raise LookupError("the stage of these host slots was closed")
                 if chunk is None:
                     chunk = self._make(group, number)
                     self._addresses[group, number] = chunk.ctypes.data

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import ctypes as C
 import time
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor, wait
 from typing import TYPE_CHECKING, Protocol
@@ -60,19 +61,16 @@ class PinnedMemory:
 
     def __init__(self, device: Device):
         self._type = ggml().backend_dev_host_buffer_type(device.handle) if device.host_buffer else None
-        self._buffers: list[int] = []
+        self.pieces = 0
 
     def __call__(self, offset: int, nbytes: int) -> np.ndarray:
         buffer = ggml().backend_buft_alloc_buffer(self._type, nbytes) if self._type else None
         if not buffer:
             return anonymous(offset, nbytes)
-        self._buffers.append(buffer)
-        base = C.cast(ggml().backend_buffer_get_base(buffer), C.POINTER(C.c_uint8))
-        return np.ctypeslib.as_array(base, (nbytes,))
-
-    def close(self) -> None:
-        while self._buffers:
-            ggml().backend_buffer_free(self._buffers.pop())
+        self.pieces += 1
+        memory = (C.c_uint8 * nbytes).from_address(ggml().backend_buffer_get_base(buffer))
+        weakref.finalize(memory, ggml().backend_buffer_free, buffer).atexit = False  # with its last array
+        return np.frombuffer(memoryview(memory), np.uint8)
 
 
 class Mover(Protocol):

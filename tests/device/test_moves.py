@@ -110,7 +110,7 @@ def test_through_two_stages_of_which_one_is_in_a_process_of_its_own(model: Model
     assert np.array_equal(second.host_memory.view(0, 4), second.host_memory.view(0, 0))
     for stage in (whole, first, second):
         stage.close()
-        with pytest.raises(OSError, match="closed"):
+        with pytest.raises(LookupError, match="closed"):
             stage.host_memory.view(1, 0)
 
 
