@@ -13,10 +13,11 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from aiohttp import web
 
-from hetero.request import FinishReason, OutputDelta, TokenLogprob
+from hetero.request import FinishReason, OutputDelta, Timings, TokenLogprob
 from hetero.server.errors import ApiError, as_api_error, encode, json_response
 from hetero.server.settings import ServerSettings
 from hetero.server.sse import ClientGone, EventStream
+from hetero.server.timings import sum_of, timings_dict
 
 if TYPE_CHECKING:
     from hetero.async_engine import RequestStream
@@ -228,9 +229,12 @@ class Answer:
                 index, delta = item
                 chunks = shape.chunks(index, delta, index not in started)
                 started.add(index)
-                await events.send(*(f"{before}{encode(chunk)}]{after}" for chunk in chunks))
+                texts = [f"{before}{encode(chunk)}]{after}" for chunk in chunks]
                 if delta.finish_reason is not None:
                     self.usage.add(index, delta)
+                    if delta.timings is not None:
+                        texts[-1] = f'{texts[-1][:-1]},"timings":{encode(timings_dict(delta.timings))}}}'
+                await events.send(*texts)
             if self.include_usage:
                 usage = {**self._envelope(shape.chunk_object, []), "usage": self.usage.as_dict()}
                 await events.send(encode(usage))
@@ -249,6 +253,7 @@ class Answer:
     async def _collect(self, generation: Generation) -> dict[str, Any]:
         choices = [Collected() for _ in range(self.num_choices)]
         texts: list[list[str]] = [[] for _ in choices]
+        timings: list[Timings] = []
         async for item in generation.deltas(None):
             assert item is not None
             index, delta = item
@@ -258,9 +263,12 @@ class Answer:
             if delta.finish_reason is not None:
                 choices[index].finish_reason = delta.finish_reason.value
                 self.usage.add(index, delta)
+                if delta.timings is not None:
+                    timings.append(delta.timings)
         for choice, pieces in zip(choices, texts, strict=True):
             choice.text = "".join(pieces)
         body = self._envelope(
             self.shape.object, [self.shape.choice(i, choice) for i, choice in enumerate(choices)]
         )
-        return {**body, "usage": self.usage.as_dict()}
+        body["usage"] = self.usage.as_dict()
+        return {**body, "timings": timings_dict(sum_of(timings))} if timings else body

@@ -91,6 +91,8 @@ class EngineCollector:
             "Part of all step time spent outside of the compute graph.",
             value=fraction,
         )
+        if stats.speculation is not None:
+            yield from _speculation(stats.speculation)
         for name, attribute, text in HISTOGRAMS:
             yield _histogram(name, text, getattr(stats, attribute))
 
@@ -139,6 +141,27 @@ def _tiers(stats: Any) -> Iterator[Metric]:
         slots.add_metric([str(group)], total)
         free.add_metric([str(group)], unused)
     yield from (found, moved, evicted, slots, free)
+
+
+def _speculation(stats: Any) -> Iterator[Metric]:
+    drafted = CounterMetricFamily(
+        "hetero_draft_tokens", "Guessed tokens that were computed.", labels=["proposer"]
+    )
+    accepted = CounterMetricFamily(
+        "hetero_draft_tokens_accepted",
+        "Guessed tokens that were right, by their place in the guess.",
+        labels=["proposer", "position"],
+    )
+    for proposer, count in stats.drafted.items():
+        drafted.add_metric([proposer], count)
+        for position, right in enumerate(stats.accepted[proposer]):
+            accepted.add_metric([proposer, str(position)], right)
+    yield drafted
+    yield accepted
+    yield _histogram("hetero_draft_length", "Guessed tokens computed with a next token.", stats.chosen)
+    yield _histogram(
+        "hetero_request_step_tokens", "Tokens that a request got from one step.", stats.request_tokens
+    )
 
 
 def _histogram(name: str, text: str, values: Any) -> Metric:
