@@ -11,7 +11,7 @@ share a step, the dearer is each further token, and only what is almost certain 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import numpy as np
 
@@ -93,10 +93,11 @@ def _index(num_tokens: int) -> int:
 
 _PRIOR = (0.0, 0.3, 0.5, 0.7, 0.8, 0.85, 0.9, 0.9)  # by _length_class, until it was measured
 _PRIOR_TRIALS = 4.0
-_MEMORY = 256.0  # guesses of a class that are remembered
+_MEMORY = 256.0  # guesses of a class that weigh as much as all before them
 _OWN_PRIOR = 4.0  # right guesses that a request starts with
 _OWN_MEMORY = 32.0
 MOST_LIKELY = 0.98
+UNLIKELY = 0.1  # no step is so cheap that such a guess would pay
 
 
 def _length_class(match_length: int) -> int:
@@ -110,25 +111,27 @@ class Acceptance:
     """
 
     def __init__(self, num_proposers: int):
-        self._trials = np.full((num_proposers, len(_PRIOR)), _PRIOR_TRIALS)
-        self._hits = self._trials * np.array(_PRIOR)
+        self._trials = [[_PRIOR_TRIALS] * len(_PRIOR) for _ in range(num_proposers)]
+        self._rates = [list(_PRIOR) for _ in range(num_proposers)]
 
     def rate(self, proposer: int, match_length: int) -> float:
         """Part of the guesses at such a match that were right."""
-        at = proposer, _length_class(match_length)
-        return float(self._hits[at] / self._trials[at])
+        return self._rates[proposer][_length_class(match_length)]
+
+    def rates(self, proposer: int, match_length: int, count: int) -> Iterator[float]:
+        """The same of `count` guesses that follow each other, each at a match longer by one."""
+        rates = self._rates[proposer]
+        for length in range(match_length, match_length + count):
+            yield rates[_length_class(length)]
 
     def observe(self, proposer: int, match_length: int, right: bool) -> None:
-        at = proposer, _length_class(match_length)
-        self._trials[at] += 1
-        self._hits[at] += right
-        if self._trials[at] > _MEMORY:
-            self._trials[at] *= 0.5
-            self._hits[at] *= 0.5
+        trials, rates, at = self._trials[proposer], self._rates[proposer], _length_class(match_length)
+        trials[at] = min(trials[at] + 1, _MEMORY)
+        rates[at] += (right - rates[at]) / trials[at]
 
     def check_invariants(self) -> None:
-        assert (self._hits >= 0).all() and (self._hits <= self._trials).all()
-        assert (self._trials > 0).all() and (self._trials <= _MEMORY).all()
+        assert all(0 <= rate <= 1 for rates in self._rates for rate in rates)
+        assert all(0 < n <= _MEMORY for trials in self._trials for n in trials)
 
 
 class RequestAcceptance:
@@ -150,12 +153,16 @@ class RequestAcceptance:
         self._proposer, self._draft, self._checked = proposer, draft, 0
 
     def chances(self, limit: int) -> list[float]:
-        """For each of the first `limit` guesses, the probability that it and all before it are right."""
-        factor = self._hits / self._expected
+        """For each of the first `limit` guesses, the probability that it and all before it are right.
+
+        Ends where that falls below UNLIKELY.
+        """
+        factor, count = self._hits / self._expected, min(limit, len(self._draft.token_ids))
         chance, chances = 1.0, []
-        for i in range(min(limit, len(self._draft.token_ids))):
-            rate = self._shared.rate(self._proposer, self._draft.match_length + i)
+        for rate in self._shared.rates(self._proposer, self._draft.match_length, count):
             chance *= min(MOST_LIKELY, rate * factor)
+            if chance < UNLIKELY:
+                break
             chances.append(chance)
         return chances
 

@@ -133,7 +133,7 @@ def test_a_request_that_starts_to_repeat_is_noticed_without_drafts():
         request.propose(0, Draft([1, 2, 3, 4], 2))
         request.observe([9])
         request.check_invariants()
-    assert request.chances(4)[0] < 0.05
+    assert request.chances(4) == []
     for _ in range(60):
         request.propose(0, Draft([1, 2, 3, 4], 40))
         request.observe([1])
@@ -150,7 +150,7 @@ def test_guesses_behind_a_wrong_one_are_not_held_against_it():
     request.propose(1, Draft([1, 2, 3], 4))
     request.observe([1, 7, 3, 3])
     assert shared.rate(0, 4) == before  # another proposer
-    assert shared._trials[1].sum() == Acceptance(2)._trials[1].sum() + 2
+    assert sum(shared._trials[1]) == sum(Acceptance(2)._trials[1]) + 2
 
 
 def test_verify_takes_tokens_until_a_guess_is_wrong():
