@@ -155,6 +155,11 @@ def test_an_edited_copy_goes_on_beside_the_original(edit: list[int], goes_on: in
     assert NgramProposer(text).propose(3).token_ids == [goes_on, goes_on + 1, goes_on + 2]
 
 
+def test_a_copy_that_goes_on_in_its_original_stays_there():
+    original = [*range(20), 70, 81, 72, 80, 81, 99, 98]  # 81 comes twice, and after 80 it is the second
+    assert NgramProposer([*original, *range(20), 80, 81]).propose(2) == Draft([99, 98], 3)
+
+
 def test_memory_of_a_long_prompt():
     """Code has about 1.4 states a token; what is allocated is bounded for every text."""
     proposer = NgramProposer(np.random.default_rng(1).integers(0, 3, 20_000).astype(np.int32))

@@ -153,6 +153,16 @@ def test_an_edited_copy_goes_on_beside_the_original(edit: list[int], goes_on: in
     assert draft == Draft([goes_on, goes_on + 1, goes_on + 2], 3)
 
 
+def test_a_copy_that_goes_on_in_its_original_stays_there():
+    store = Store(VOCAB, 4096)
+    store.learn_now([*range(20), 70, 81, 72, 80, 81, 99, 98])  # 81 comes twice, and after 80 it is the second
+    proposer = store.proposer()
+    proposer.extend(range(20))
+    assert proposer.propose(1).token_ids == [70]
+    proposer.extend([80, 81])
+    assert proposer.propose(2) == Draft([99, 98], 3)
+
+
 def test_what_replaced_an_original_is_not_taken_for_it():
     store = Store(VOCAB, 1024)
     store.learn_now(range(100), "a")
