@@ -29,6 +29,7 @@ class Case:
     in_place: int = 0
     drafts: bool = False
     host_slots: list[int] = field(default_factory=list)  # per group; []: no such tier
+    below: bool = False  # a tier below that
     move_seconds: float = 0.0  # what a block costs to move, beside 1 for a token; 0: as guessed
 
 
@@ -38,17 +39,17 @@ def draw_case(rng: random.Random) -> Case:
     crowd = rng.random() < 0.3  # short prompts, long answers: the pool fills up on the way
     windows: list[int | None] = rng.choice(WINDOWS)
     longest = rng.choice([12, 24, 40])
+    turns = not crowd and rng.random() < 0.4  # the same long beginnings over and over, more than fit
     groups = []
     for window in windows:
         least = longest // size if window is None else min(longest, window + 2 * size) // size
-        ratio = rng.choice([0.7, 1, 1, 1.2, 1.5, 2, 5])
+        ratio = rng.choice([1, 1, 1.2, 1.5] if turns else [0.7, 1, 1, 1.2, 1.5, 2, 5])
         groups.append(KVGroup((len(groups),), window, 2 + int(least * ratio)))
     stems = [[rng.randrange(3) for _ in range(rng.randrange(longest))] for _ in range(rng.randint(1, 3))]
     requests, arrivals, now = [], [], 0
-    turns = rng.random() < 0.4  # the same long beginnings over and over, more than the pool holds
     if turns:
         stems = [[rng.randrange(3) for _ in range(longest - 4)] for _ in range(rng.randint(2, 4))]
-    for i in range(rng.randint(2, 12 if turns else 9)):
+    for i in range(rng.randint(2, 14 if turns else 9)):
         stem = rng.choice(stems)
         keep = longest - 4 - rng.choice([0, 0, rng.randrange(8)]) if turns else rng.randrange(len(stem) + 1)
         prompt = stem[:keep] + [rng.randrange(3) for _ in range(rng.randint(0, 6))]
@@ -58,7 +59,7 @@ def draw_case(rng: random.Random) -> Case:
             prompt = prompt[-4:]
         scope = rng.choice(["", "", "", "other"])
         requests.append(Request(f"r{i}", prompt[: longest - 1] or [0], params, cache_scope=scope))
-        now += rng.choice([0, 0, 0, 1, 3, 12])
+        now += rng.choice([0, 3, 12, 20] if turns else [0, 0, 0, 1, 3, 12])
         arrivals.append(now)
     return Case(
         groups,
@@ -74,12 +75,15 @@ def draw_case(rng: random.Random) -> Case:
         in_place=(0, 1, 4)[len(requests) % 3],
         drafts=rng.random() < 0.5,
         host_slots=draw_slots(rng, groups),
-        move_seconds=rng.choice([0, 0, 0.1, 1, 30]),
+        below=rng.random() < 0.4,
+        move_seconds=rng.choice([0, 0, 0, 0.1, 1, 30]),
     )
 
 
 def draw_slots(rng: random.Random, groups: list[KVGroup]) -> list[int]:
     """Host slots per group: none at all, none in some, a few, or room for everything."""
-    if rng.random() < 0.3:
+    if rng.random() < 0.2:
         return []
-    return [rng.choice([0, 1, 3, group.num_blocks, 4 * group.num_blocks]) for group in groups]
+    return [
+        rng.choice([0, 1, 3, group.num_blocks, group.num_blocks, 4 * group.num_blocks]) for group in groups
+    ]

@@ -7,6 +7,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from fake_device import Device, extend_hash, first_hash, is_eos, next_token
+from simulated_below import SimulatedBelow
 from simulated_cases import Case, draw_case
 
 from hetero.admission import MAX_PREEMPTIONS
@@ -66,6 +67,7 @@ class Outcome:
     spills: int = 0
     loads: int = 0
     from_host: int = 0
+    from_below: int = 0
     reasons: dict[str, FinishReason] = field(default_factory=dict)
 
 
@@ -89,6 +91,7 @@ class Simulation:
             RandomDrafter(rng) if case.drafts else None,
         )
         self.device = Device(case.groups, case.block_size, slots)
+        self.below = SimulatedBelow(self.kv, self.device, rng) if case.below else None
         self.flying: deque[tuple[Step, list[int], str]] = deque()
         self.todo = deque(zip(case.arrivals, case.requests, strict=True))
         self.accepted: list[Request] = []
@@ -125,6 +128,8 @@ class Simulation:
                 continue
             assert len(request.prompt_token_ids) < self.scheduler.max_model_len
             self.accepted.append(request)
+            if self.below is not None:
+                self.below.fetch(request)
             self.check()
 
     def _cancel(self) -> None:
@@ -195,6 +200,8 @@ class Simulation:
         # The scheduler itself must doubt the steps that were in flight behind one that failed.
         ended = self.scheduler.update(step, sampled, finished, accepted, failed=fate == "fails")
         self.out.accepted += sum(accepted)
+        if self.below is not None and fate == "fine":
+            self.below.step_ended(step.step_id)
         if fate != "fine":
             ids = {r.request_id for r in step.requests}
             assert {r.request_id for r in ended} == ids - self.broken
@@ -222,6 +229,7 @@ class Simulation:
             self.out.reasons[request.request_id] = reason
             self.out.cached += request.num_cached_tokens
             self.out.from_host += request.tier_tokens.get("host", 0)
+            self.out.from_below += request.tier_tokens.get("disk", 0)
 
 
 def simulate(seed: int) -> Outcome:

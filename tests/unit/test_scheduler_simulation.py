@@ -1,7 +1,11 @@
-"""Thousands of tiny crowded worlds, each replayable from its seed."""
+"""Thousands of tiny crowded worlds, each replayable from its seed.
+
+HETERO_TEST_SCALE=full plays 20,000 of them.
+"""
 
 from __future__ import annotations
 
+import os
 from collections import Counter
 
 import pytest
@@ -9,7 +13,8 @@ from simulation import Outcome, simulate
 
 from hetero.request import FinishReason
 
-SEEDS_PER_TEST = 200
+SEEDS = 20_000 if os.environ.get("HETERO_TEST_SCALE") == "full" else 2000
+SEEDS_PER_TEST = SEEDS // 10
 totals: Counter[str] = Counter()
 
 
@@ -21,7 +26,7 @@ def _run(seed: int) -> Outcome:
         raise
 
 
-@pytest.mark.parametrize("start", range(0, 2000, SEEDS_PER_TEST))
+@pytest.mark.parametrize("start", range(0, SEEDS, SEEDS_PER_TEST))
 def test_every_request_ends_as_if_alone(start: int) -> None:
     for seed in range(start, start + SEEDS_PER_TEST):
         out = _run(seed)
@@ -33,6 +38,7 @@ def test_every_request_ends_as_if_alone(start: int) -> None:
         totals["spills"] += out.spills
         totals["loads"] += out.loads
         totals["from host"] += out.from_host
+        totals["from below"] += out.from_below
         totals.update(out.reasons.values())
 
 
@@ -42,6 +48,7 @@ def test_the_worlds_were_not_boring() -> None:
     guesses, tiers = ("right guesses", "wrong guesses"), ("spills", "loads", "from host")
     for what in ("preemptions", "cached", "copies", *guesses, *tiers, *FinishReason):
         assert totals[what] > 300, totals
+    assert totals["from below"] > 50, totals
 
 
 def test_a_seed_replays() -> None:
