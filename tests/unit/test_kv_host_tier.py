@@ -244,7 +244,9 @@ def test_an_aborted_load_ends_in_peace() -> None:
     assert world.kv.num_pinned == 4 and world.kv.blocks_come_free(), "nothing but the load holds them"
     world.s.check_invariants()
     world.end(step)
-    assert world.kv.num_pinned == 0 and not world.kv.blocks_come_free() and not any(world.kv.host.slots[0].pins)
+    assert (
+        world.kv.num_pinned == 0 and not world.kv.blocks_come_free() and not any(world.kv.host.slots[0].pins)
+    )
     assert world.put(A).tier_tokens == {}, "it is on the device by now"
 
 

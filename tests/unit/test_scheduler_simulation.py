@@ -5,15 +5,15 @@ HETERO_TEST_SCALE=full plays 20,000 of them.
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
+from scale import FULL
 from simulation import Outcome, simulate
 
 from hetero.request import FinishReason
 
-SEEDS = 20_000 if os.environ.get("HETERO_TEST_SCALE") == "full" else 2000
+SEEDS = 20_000 if FULL else 2000
 SEEDS_PER_TEST = SEEDS // 10
 totals: Counter[str] = Counter()
 
