@@ -6,13 +6,14 @@ import contextlib
 import mmap
 import os
 import secrets
-import sys
 from multiprocessing import reduction
 from typing import Any
 
 import numpy as np
 
 from hetero.pipeline.pipe import Segment
+
+NAMELESS = hasattr(os, "memfd_create")
 
 
 class SharedRegion:
@@ -27,7 +28,7 @@ class SharedRegion:
         """`source`: what pickling made of a region of another process."""
         self._fd: int | None = None
         self._segment: Segment | None = None
-        if sys.platform == "linux":
+        if NAMELESS if source is None else not isinstance(source, str):
             self._fd = os.memfd_create("hetero", os.MFD_CLOEXEC) if source is None else source.detach()
             try:
                 if source is None:
@@ -41,6 +42,7 @@ class SharedRegion:
         else:
             name = source or f"hetero_{os.getpid()}_{secrets.token_hex(4)}"
             self._segment = Segment(name, create=source is None, size=nbytes)
+            assert self._segment.buf is not None
             self._bytes = np.frombuffer(self._segment.buf, np.uint8, nbytes)
         self._owned = source is None
 

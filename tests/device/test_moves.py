@@ -24,6 +24,7 @@ from backends.ggml.devices import Device, open_device
 from backends.ggml.moves import runs
 from backends.ggml.stage import GgmlStage
 from hetero.batch import BlockCopy, BlockMove
+from hetero.pipeline import shared_memory
 from hetero.pipeline.isolated import IsolatedStage
 from hetero.pipeline.runner import Runner
 
@@ -143,6 +144,16 @@ def test_slots_that_the_other_process_keeps_to_itself(model: Model) -> None:
     stage = apart(model, share_host=False)
     assert stage.host_memory is None and stage.memory()["host"] > 0
     there_and_back(model, [stage])
+    stage.close()
+
+
+def test_shared_slots_as_on_other_systems(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In shared memory that has a name, until both ends have it."""
+    monkeypatch.setattr(shared_memory, "NAMELESS", False)
+    stage = apart(model)
+    assert not segments()
+    there_and_back(model, [stage])
+    assert stage.host_memory.view(0, 0).any()
     stage.close()
 
 

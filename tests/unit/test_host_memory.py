@@ -16,7 +16,7 @@ from backends import host_memory
 from backends.ggml.models.config import read_config
 from backends.ggml.stage import StageSpec
 from backends.host_memory import ALIGNMENT, HostMemory, slot_sizes
-from hetero.pipeline import isolated
+from hetero.pipeline import isolated, shared_memory
 from hetero.pipeline.shared_memory import SharedRegion
 from quant.gguf import open_gguf
 
@@ -112,6 +112,20 @@ def test_a_region_leaves_nothing_behind() -> None:
     assert part.tolist() == [7, 7, 7], "who has a part keeps it"
     del part
     assert descriptors() == before
+
+
+def test_a_region_with_a_name_as_on_other_systems(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(shared_memory, "NAMELESS", False)
+    region = SharedRegion(100_000)
+    kind, arguments = region.__reduce__()
+    there = kind(*arguments)
+    region.unlink()
+    there(5_000, 3)[:] = 9
+    assert region(0, 100_000).sum() == 27 == region(5_000, 3).sum()
+    there.close()
+    region.close()
+    with pytest.raises(FileNotFoundError):
+        kind(*arguments)
 
 
 @pytest.fixture(scope="module")
