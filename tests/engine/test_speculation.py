@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 from engine.answers import BASE, _run
+from spec_tools import compute_all
 
 from hetero import launch
 from hetero.config import Settings
@@ -47,20 +48,12 @@ def texts(path: Path, settings: Settings, batch: int) -> tuple[list[list[int]], 
     engine = launch.load(launch.prepare(settings), settings, lambda *_: None)[0]._engine
     try:
         if engine.speculation is not None:
-            engine.speculation._policy.choose = _all
+            compute_all(engine.speculation)
         out = _run(engine, repeating_prompts(path), batch, TOKENS)
         engine.check_invariants()
         return out, engine.stats()
     finally:
         engine.close()
-
-
-def _all(chances: list[list[float]], room: int) -> list[int]:
-    counts = []
-    for each in chances:
-        counts.append(min(len(each), room))
-        room -= counts[-1]
-    return counts
 
 
 def accepted(stats: EngineStats) -> int:

@@ -19,6 +19,7 @@ from fake_runner import (
     make_engine,
     text_after,
 )
+from spec_tools import compute_all
 from test_engine import Client, finish
 
 import hetero.generation
@@ -58,22 +59,8 @@ class Scripted:
         return Draft(ids[len(self.ids) :], 20)
 
 
-def always(speculation: Speculation) -> Speculation:
-    """Compute every guess, whatever it costs."""
-    speculation._policy.choose = lambda chances, room: _share(list(map(len, chances)), room)
-    return speculation
-
-
-def _share(counts: list[int], room: int) -> list[int]:
-    given = []
-    for count in counts:
-        given.append(min(count, room))
-        room -= given[-1]
-    return given
-
-
 def scripted(wrong: float, max_tokens: int = 8) -> Speculation:
-    return always(Speculation(("scripted",), lambda r: (Scripted(wrong),), max_tokens))
+    return compute_all(Speculation(("scripted",), lambda r: (Scripted(wrong),), max_tokens))
 
 
 @pytest.mark.parametrize("wrong", [0.0, 0.3, 1.0])
@@ -149,7 +136,9 @@ def test_the_end_inside_an_accepted_run() -> None:
                     row[:] = 0
                     row[ord("!")] = 1
 
-    engine = make_engine(Exclaiming(), speculation=always(Speculation(("ends",), lambda r: (Ends(0.0),), 8)))
+    engine = make_engine(
+        Exclaiming(), speculation=compute_all(Speculation(("ends",), lambda r: (Ends(0.0),), 8))
+    )
     client = Client(engine, "hello", max_tokens=30)
     finish(engine)
     assert (client.text, client.reason, client.token_ids) == ("!", FinishReason.STOP, [ord("!"), EOS])
@@ -227,7 +216,7 @@ def test_the_store_learns_what_was_served_each_client_its_own() -> None:
     found = {}
     for by_client in (False, True):
         speculation = StoreSpeculation(Store(N_VOCAB, 4096), 8, by_client)
-        always(speculation)
+        compute_all(speculation)
         engine = make_engine(FakeRunner(), speculation=speculation)
         for turn, client in enumerate(("a", "a", "b")):
             request = Request(f"r{turn}", list(b"hello"), SamplingParams(max_tokens=60, ignore_eos=True))
@@ -291,7 +280,7 @@ def sample_chains(count: int, speculates: bool, seed: int | None) -> tuple[np.nd
     """The first four tokens of `count` requests, [count, 4]."""
     runner = Chain()
     speculation = (
-        always(Speculation(("likely",), lambda r: (Likely(runner.logits),), 3)) if speculates else None
+        compute_all(Speculation(("likely",), lambda r: (Likely(runner.logits),), 3)) if speculates else None
     )
     scheduler = Scheduler(KVManager([KVGroup((0,), None, 300)], BLOCK_SIZE), 128, 512, 64)
     engine = Engine(ByteTokenizer(), scheduler, runner, Sampler(WORDS), BLOCK_SIZE, speculation=speculation)
@@ -316,7 +305,7 @@ def chi_square(tokens: np.ndarray, probabilities: np.ndarray) -> float:
 
 # The 99.9 % point of chi-square with 63 degrees of freedom (Wilson and Hilferty's approximation).
 LIMIT = 63 * (1 - 2 / (9 * 63) + 3.09 * (2 / (9 * 63)) ** 0.5) ** 3
-SAMPLES = 50_000 if FULL else 6_000
+SAMPLES = 50_000 if FULL else 4_000
 
 
 def test_sampled_text_is_the_same_and_has_the_models_distribution() -> None:
