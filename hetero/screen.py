@@ -37,6 +37,7 @@ class StartScreen:
     quantization: str
     max_model_len: int
     kv_tokens: int
+    ram_tokens: int
     max_num_seqs: int
     threads: int
     placements: tuple[Placement, ...]
@@ -59,7 +60,8 @@ class StartScreen:
         fits = f"{full} full-length request{'s' if full != 1 else ''}"
         return (
             f"{self.kv_tokens:,} tokens of KV cache ({fits}; up to {self.max_num_seqs} at a time), "
-            f"context {self.max_model_len:,}"
+            + (f"{self.ram_tokens:,} in the RAM cache, " if self.ram_tokens else "")
+            + f"context {self.max_model_len:,}"
         )
 
     @property

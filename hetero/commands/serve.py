@@ -102,6 +102,7 @@ def _start_screen(
         quantization=info.quantization,
         max_model_len=info.n_ctx,
         kv_tokens=info.kv_tokens,
+        ram_tokens=prepared.host.tokens,
         max_num_seqs=settings.max_num_seqs,
         threads=prepared.choice.threads,
         placements=placements,

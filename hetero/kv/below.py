@@ -64,8 +64,12 @@ def copy_out(kv: KVManager, node: Node, evict: bool = False) -> bool:
 
 
 def hold(kv: KVManager, node: Node) -> dict[int, int]:
-    """Pin the slots that an attached node has, by group. No step that writes them may be in flight."""
-    held = {g: slot for g, slot in enumerate(node.slots) if slot is not None}
+    """Pin the slots that an attached node has, by group, but for those that a step in flight writes."""
+    held = {
+        g: slot
+        for g, slot in enumerate(node.slots)
+        if slot is not None and not kv.host.is_being_written(g, slot)
+    }
     for g, slot in held.items():
         kv.host.slots[g].pin(slot)
     return held

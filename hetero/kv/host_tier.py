@@ -182,6 +182,7 @@ class HostTier:
         self.loads: list[BlockMove] = []
         self._load_bytes = 0
         self._loading: set[tuple[int, int]] = set()
+        self._writing: set[tuple[int, int]] = set()  # slots, by steps that have not ended
 
     @property
     def nbytes(self) -> int:
@@ -202,9 +203,14 @@ class HostTier:
         """Whether the step being scheduled loads something into this block."""
         return (g, block) in self._loading
 
+    def is_being_written(self, g: int, slot: int) -> bool:
+        """Whether a step that has not ended copies something to this slot."""
+        return (g, slot) in self._writing
+
     def spill(self, g: int, block: int, slot: int) -> None:
         """Have the step copy a block to a slot that was taken for it. The slot stays pinned until it ends."""
         self.spills.append(BlockMove(g, block, slot))
+        self._writing.add((g, slot))
         self.counters.spilled_blocks += 1
         self.counters.spilled_bytes += self.block_bytes[g]
 
@@ -225,6 +231,7 @@ class HostTier:
         """The step of these moves has ended. What is further back in a sequence counts as older."""
         for move in (*reversed(spills), *reversed(loads)):
             self.slots[move.group].unpin(move.slot)
+        self._writing.difference_update((move.group, move.slot) for move in spills)
 
     def check_invariants(self) -> None:
         """Raise AssertionError unless each slot is in exactly one state. O(slots)."""
@@ -232,5 +239,6 @@ class HostTier:
             pool.check_invariants()
         written = [(m.group, m.slot) for m in self.spills]
         assert len(set(written)) == len(written), "a slot is written twice in a step"
+        assert all(self.slots[g].pins[slot] for g, slot in self._writing)
         filled = [(m.group, m.block) for m in self.loads]
         assert len(set(filled)) == len(filled), "a block is loaded twice in a step"

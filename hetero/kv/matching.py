@@ -93,16 +93,18 @@ def _choose(kv: KVManager, cursor: _Cursor, path: _Path, kept: int) -> int:
             host.costs.doubt()
         return here
     worth = [k for k in path.usable if here < k <= best and gains[k] > least]
-    room = [k for k in worth if _has_room(kv, cursor, path, k, [n + kept for n in counts[k]])]
-    if not room:
+
+    def has_room(k: int) -> bool:
+        return _has_room(kv, cursor, path, k, [n + kept for n in counts[k]])
+
+    for k in reversed(worth):
+        if sizes[k] <= host.load_bytes_left and has_room(k):
+            return k
+    shortest = next(filter(has_room, worth), here)
+    if shortest > here and host.loads:
+        cursor.waits = kv.step_id
         return here
-    affordable = [k for k in room if sizes[k] <= host.load_bytes_left]
-    if affordable:
-        return affordable[-1]
-    if not host.loads:
-        return room[0]
-    cursor.waits = kv.step_id
-    return here
+    return shortest
 
 
 def _moves(kv: KVManager, path: _Path, count: int) -> Iterator[int]:
@@ -182,6 +184,7 @@ def _load(kv: KVManager, cursor: _Cursor, g: int, node: Node, slot: int | None) 
     pool.acquire(block)  # for the load, until the step ends
     kv.pin_load(g, block)
     kv.host.load(g, block, slot)
+    node.below = False  # from here on it is known here as well
     cursor.waits = kv.step_id
     if kv.tree.attached(node) and node.blocks[g] is None:
         pool.keep(block, node)

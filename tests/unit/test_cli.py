@@ -259,6 +259,7 @@ START = screen.StartScreen(
     quantization="Q4_1",
     max_model_len=8192,
     kv_tokens=65536,
+    ram_tokens=131072,
     max_num_seqs=32,
     threads=2,
     placements=(screen.Placement("CPU", "layers 0 to 29", 92 << 20, 3 << 30, 30 << 20),),
@@ -287,6 +288,7 @@ def test_start_screen_says_all(stream: io.StringIO, monkeypatch):
         "92.0 MiB",
         "3.0 GiB",
         "65,536 tokens",
+        "131,072 in the RAM cache",
         "8 full-length",
         "8,192",
     ]

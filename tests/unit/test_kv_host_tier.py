@@ -383,7 +383,11 @@ def test_a_tier_below_copies_out_and_inserts() -> None:
     (node,) = listener.nodes
     assert node.parent is not None and node.tokens == (1,) * 4
     listener.todo = [node, node.parent]
-    world.put([5])
+    world.add([5])
+    step = world.s.schedule()
+    assert step is not None and hold(world.kv, node) == {}, "it is only being written"
+    world.steps.append(step)
+    world.end(step)
     assert world.moves() == (2, 0) and listener.spills == 2 and node.blocks[0] and node.slots[0] is not None
     held = hold(world.kv, node)
     assert held == {0: node.slots[0]} and world.kv.host.slots[0].pins[held[0]] == 1
