@@ -169,6 +169,8 @@ class Engine:
         assert all(r.finish_reason is None for r in known)
         assert self.scheduler.num_running + self.scheduler.num_waiting == len(known)
         assert self.scheduler.num_in_flight == len(self._flights)
+        if self.speculation is not None:
+            self.speculation.check_invariants(known)
 
     # -- one step --------------------------------------------------------------------------------
 

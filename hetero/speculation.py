@@ -101,8 +101,9 @@ class Speculation:
     def close(self) -> None:
         """Nothing is guessed any more."""
 
-    def check_invariants(self) -> None:
-        """Raise AssertionError unless counts add up."""
+    def check_invariants(self, known: Sequence[Request]) -> None:
+        """Raise AssertionError unless counts add up. `known`: the requests that have not ended."""
+        assert set(self._requests) == {r.request_id for r in known}
         self._acceptance.check_invariants()
         self._policy.cost.check_invariants()
         for guessed in self._requests.values():

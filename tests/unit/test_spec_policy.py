@@ -153,6 +153,32 @@ def test_guesses_behind_a_wrong_one_are_not_held_against_it():
     assert sum(shared._trials[1]) == sum(Acceptance(2)._trials[1]) + 2
 
 
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.tuples(
+            st.integers(0, 1), st.lists(st.integers(0, 2), max_size=6), st.integers(0, 70),
+            st.lists(st.integers(0, 2), max_size=8),
+        ),
+        max_size=60,
+    )
+)  # fmt: skip
+def test_chances_stay_probabilities(rounds):
+    shared, requests = Acceptance(2), []
+    for i, (proposer, draft, length, tokens) in enumerate(rounds):
+        if i % 20 == 0:
+            requests.append(RequestAcceptance(shared))
+        request = requests[i % len(requests)]
+        request.propose(proposer, Draft(draft, length if draft else 0))
+        chances = request.chances(5)
+        assert len(chances) <= min(5, len(draft))
+        assert all(policy.UNLIKELY <= c <= policy.MOST_LIKELY for c in chances)
+        assert chances == sorted(chances, reverse=True)
+        request.observe(tokens)
+        request.check_invariants()
+        shared.check_invariants()
+
+
 def test_verify_takes_tokens_until_a_guess_is_wrong():
     texts = {0: [5, 6, 7, 8], 1: [5, 5, 5, 5], 2: [1, 2, None], 3: [None], 4: [4]}
     calls = []

@@ -75,7 +75,7 @@ def test_texts_do_not_depend_on_guesses(wrong: float, depth: int, window: int | 
         for i, prompt in enumerate(prompts)
     ]
     finish(engine)
-    speculation.check_invariants()
+    speculation.check_invariants([])
     for i, (client, prompt) in enumerate(zip(clients, prompts, strict=True)):
         assert client.text == text_after(prompt, 60 + i)
         assert client.reason is FinishReason.LENGTH
