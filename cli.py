@@ -91,7 +91,7 @@ def chat(max_tokens: int | None, temperature: float, seed: int | None, system: s
 
 @main.command()
 @model_argument
-@settings_options("device", "threads", "max_num_batched_tokens")
+@settings_options("device", "threads", "max_num_batched_tokens", "kv_type")
 @click.option("--calibrate", is_flag=True, help="Time MODEL's layers on each device, for plans to come.")
 @json_option
 def devices(as_json: bool, calibrate: bool, **given: Any) -> None:

@@ -15,10 +15,14 @@ from pathlib import Path
 sys.path[:0] = [str(Path(__file__).parents[1]), str(Path(__file__).parents[2])]
 from engine.answers import BASE, answers  # noqa: E402  found through the path above
 
+from hetero.kv_types import parse_kv_types  # noqa: E402
+
 
 def main() -> None:
     model, changes, prompts, batch, tokens = sys.argv[1:]
     given = {k: tuple(v) if isinstance(v, list) else v for k, v in json.loads(changes).items()}
+    if "kv_type" in given:
+        given["kv_type"] = parse_kv_types(given["kv_type"])
     settings = dataclasses.replace(BASE, **given)
     out, stats = answers(Path(model), settings, json.loads(prompts), int(batch), tokens=int(tokens))
     print(json.dumps({"answers": out, "counters": [s.counters for s in stats.stages]}))
