@@ -63,8 +63,8 @@ class StepCost:
     def estimate(self, first: int, count: int) -> np.ndarray:
         """Seconds of steps of `first`, `first` + 1, .. tokens: float64 [count], never falling.
 
-        Between measured sizes on straight lines, beyond them as steep as between the last two. All 1 + T /
-        FREE_TOKENS while nothing is known.
+        Between measured sizes on straight lines, beyond them as steep as over the upper half of them: what
+        lies next to each other differs by chance. 1 + T / FREE_TOKENS where that is not known.
         """
         wanted = np.arange(first, first + count, dtype=np.float64)
         known = np.flatnonzero(self._seen)
@@ -72,8 +72,9 @@ class StepCost:
             return 1 + wanted / FREE_TOKENS
         x, y = self._tokens[known], np.maximum.accumulate(self._seconds[known])
         guess = y[-1] * (FREE_TOKENS + wanted) / (FREE_TOKENS + x[-1])
-        if len(known) > 1:
-            slope = (y[-1] - y[-2]) / (x[-1] - x[-2])
+        if x[0] <= x[-1] / 2:
+            near = np.flatnonzero(x <= x[-1] / 2)[-1]
+            slope = (y[-1] - y[near]) / (x[-1] - x[near])
             guess = np.where(wanted > x[-1], y[-1] + slope * (wanted - x[-1]), guess)
         inside = np.interp(wanted, x, y)
         below = y[0] * (FREE_TOKENS + wanted) / (FREE_TOKENS + x[0])
