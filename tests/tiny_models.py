@@ -225,11 +225,11 @@ def _quiet(level, text, user_data):
 
 
 def libllama_logits(
-    path: Path, token_ids: Sequence[int], n_ctx: int = 512, flash: bool = False
+    path: Path, token_ids: Sequence[int], n_ctx: int = 512, flash: bool = False, kv_type: int | None = None
 ) -> np.ndarray:
     """What libllama computes for one sequence: logits float32 [len(token_ids), n_vocab].
 
-    Its cache is F32, or F16 with flash attention, as it runs by default.
+    Its cache is F32, or F16 with flash attention, as it runs by default, or of the ggml type `kv_type`.
     """
     llama.llama_log_set(_quiet, ctypes.c_void_p(0))
     llama.llama_backend_init()
@@ -241,7 +241,7 @@ def libllama_logits(
     params = llama.llama_context_default_params()
     params.n_ctx, params.n_batch, params.n_ubatch = n_ctx, n_ctx, n_ctx
     params.n_threads = params.n_threads_batch = 2
-    params.type_k = params.type_v = int(flash)
+    params.type_k = params.type_v = int(flash) if kv_type is None else kv_type
     params.flash_attn_type = int(flash)
     context = llama.llama_init_from_model(model, params)
     batch = llama.llama_batch_init(len(token_ids), 0, 1)

@@ -1,6 +1,6 @@
 """One token's key or value of one KV head into its part of the pools (drawn in kv_codes.py).
 
-fp8   as quant.fp8.encode_rows: the scale is the largest magnitude / 448
+fp8   as quant.fp8.encode_rows: the best of some scales that turn the largest magnitude into a code
 q8_0  as quant.encoders.encode_q8_0, which is ggml's
 
 Whatever the format, values are first limited to what a half can hold, so that no infinity enters a pool.
@@ -15,9 +15,20 @@ from numba import cfunc
 from backends.cpu import jit  # noqa: F401  sets the cache folder first
 from backends.cpu.kv_codes import F16, FP8, Q8_BLOCK, SCALE_ROW_BYTES, TOKENS
 from backends.cpu.simd import F16 as HALF
-from backends.cpu.simd import F16X16, F32, F32X16, I8X16, I32, I32X16, LANES, Emitter, Value, kernel_family
+from backends.cpu.simd import (
+    F16X16,
+    F32X16,
+    I8X16,
+    I32,
+    I32X16,
+    LANES,
+    Emitter,
+    Value,
+    ir,
+    kernel_family,
+)
 from backends.cpu.vecmath import clamp_half
-from quant.fp8 import LARGEST, SMALLEST_SCALE
+from quant.fp8 import LARGEST, PEAKS, SMALLEST_SCALE, SPLIT
 
 SIGNATURE = "void(int64, int64, int64, int64)"
 KEYS, VALUES = 0, 1
@@ -60,7 +71,10 @@ def _store_codes(
             return [x.fmax(carried[0], x.fabs(clamp_half(x, x.load(source, x.mul(i, 64)))))]
 
         (top,) = x.loop(count, [x.splat_f32(0.0)], largest)
-        inverse = x.splat(_scale(x, kind, x.reduce_max(top), scale_at))
+        if kind == FP8:
+            inverse = x.splat(_fp8_scale(x, x.reduce_max(top), source, vectors, scale_at))
+        else:
+            inverse = x.splat(_q8_scale(x, x.reduce_max(top), scale_at))
 
         def encode(i: Value, _: list[Value]) -> list[Value]:
             v = x.fmul(clamp_half(x, x.load(source, x.mul(i, 64))), inverse)
@@ -97,14 +111,50 @@ def _scatter(x: Emitter, vector: Value, address: Value, element_bytes: int) -> N
         x.store(element, address, TOKENS * element_bytes * lane, element_bytes)
 
 
-def _scale(x: Emitter, kind: int, largest: Value, address: Value) -> Value:
-    """Write the scale of values up to `largest`, and return by what they are to be multiplied."""
+def _fp8_scale(x: Emitter, largest: Value, source: Value, vectors: Value, address: Value) -> Value:
+    """Write the best scale, and return by what values are to be multiplied. See quant.fp8.encode_rows."""
+    b, count = x.b, len(PEAKS)
+    peaks = ir.Constant(F32X16, [*PEAKS, *([LARGEST] * (LANES - count))])
+    rounded = b.fpext(b.fptrunc(b.fdiv(x.splat(largest), peaks), F16X16), F32X16)
+    scales = x.fmax(rounded, x.splat_f32(SMALLEST_SCALE))
+    inverses = b.fdiv(x.splat_f32(1.0), scales)
+    scale, inverse = (
+        [b.extract_element(v, x.const(i, I32)) for i in range(count)] for v in (scales, inverses)
+    )
+    factors = [x.splat(v) for v in inverse]
+
+    def add_errors(i: Value, sums: list[Value]) -> list[Value]:
+        v = clamp_half(x, x.load(source, x.mul(i, 64)))
+        return [
+            x.fadd(total, _squared_rest(x, x.fmul(v, factor)))
+            for total, factor in zip(sums, factors, strict=True)
+        ]
+
+    errors = x.loop(vectors, [x.splat_f32(0.0)] * count, add_errors)
+    least, best, chosen = None, scale[0], inverse[0]
+    for total, s, i in zip(errors, scale, inverse, strict=True):
+        error = x.fmul(x.reduce_add(total), x.fmul(s, s))
+        if least is None:
+            least = error
+            continue
+        better = b.fcmp_ordered("<", error, least)
+        least, best, chosen = (
+            b.select(better, new, old) for new, old in ((error, least), (s, best), (i, chosen))
+        )
+    x.store(b.fptrunc(best, HALF), address, 0, 2)
+    return chosen
+
+
+def _squared_rest(x: Emitter, v: Value) -> Value:
+    """The square of what rounding to 3 mantissa bits changes."""
+    spread = x.fmul(v, x.splat_f32(SPLIT))
+    rest = x.fsub(x.fsub(spread, x.fsub(spread, v)), v)
+    return x.fmul(rest, rest)
+
+
+def _q8_scale(x: Emitter, largest: Value, address: Value) -> Value:
+    """The same for values up to `largest`, as ggml does it."""
     b = x.b
-    if kind == FP8:
-        rounded = b.fpext(b.fptrunc(b.fdiv(largest, x.f32(LARGEST)), HALF), F32)
-        scale = x.fmax(rounded, x.f32(SMALLEST_SCALE))
-        x.store(b.fptrunc(scale, HALF), address, 0, 2)
-        return b.fdiv(x.f32(1.0), scale)
     scale = b.fdiv(largest, x.f32(127.0))
     x.store(b.fptrunc(scale, HALF), address, 0, 2)
     inverse = b.fdiv(x.f32(1.0), scale)
