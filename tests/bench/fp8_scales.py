@@ -1,4 +1,4 @@
-"""What scales of fp8 rows cost: errors of attention over a model's real keys and values, once they were coded.
+"""What scales of fp8 rows cost: errors of attention over a model's real keys and values, once coded.
 
 python tests/bench/fp8_scales.py MODEL [TOKENS]        768 tokens of README.md take a minute
 
