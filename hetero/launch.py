@@ -203,7 +203,8 @@ def _speculation(prepared: Prepared, settings: Settings, tokenizer: Tokenizer) -
     from hetero.proposers import ProposersError, open_speculation
 
     try:
-        return open_speculation(settings, tokenizer, prepared.gguf, prepared.config.n_vocab)
+        few = _attended_in_place(prepared, 1) > 0
+        return open_speculation(settings, tokenizer, prepared.gguf, prepared.config.n_vocab, few)
     except ProposersError as exc:
         raise LaunchError(str(exc)) from exc
 

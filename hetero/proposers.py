@@ -35,18 +35,18 @@ class EncoderLike(Protocol):
 class NgramSpeculation(Speculation):
     """Guesses from a request's own text."""
 
-    def __init__(self, max_tokens: int):
+    def __init__(self, max_tokens: int, few_shapes: bool = False):
         NgramProposer([0, 0]).propose(1)  # compiles
-        super().__init__(("ngram",), lambda request: (NgramProposer(),), max_tokens)
+        super().__init__(("ngram",), lambda request: (NgramProposer(),), max_tokens, few_shapes)
 
 
 class StoreSpeculation(Speculation):
     """Guesses from a request's own text and from what was served before, which it learns."""
 
-    def __init__(self, store: Store, max_tokens: int, by_client: bool = False):
+    def __init__(self, store: Store, max_tokens: int, by_client: bool = False, few_shapes: bool = False):
         """`by_client`: each client's requests see only what was served to the same client."""
         NgramProposer([0, 0]).propose(1)
-        super().__init__(("ngram", "store"), self._make, max_tokens)
+        super().__init__(("ngram", "store"), self._make, max_tokens, few_shapes)
         self.store = store
         self._by_client = by_client
         self._seeding: threading.Thread | None = None
@@ -96,13 +96,13 @@ class StoreSpeculation(Speculation):
 
 
 def open_speculation(
-    settings: Settings, tokenizer: EncoderLike, gguf: GGUFFile, n_vocab: int
+    settings: Settings, tokenizer: EncoderLike, gguf: GGUFFile, n_vocab: int, few_shapes: bool = False
 ) -> Speculation | None:
-    """What `--spec` asks for; None when that is nothing. Raises ProposersError."""
+    """What `--spec` asks for; None when that is nothing. `few_shapes`: see Policy. Raises ProposersError."""
     if settings.spec == "off":
         return None
     if settings.spec == "ngram":
-        return NgramSpeculation(settings.spec_tokens)
+        return NgramSpeculation(settings.spec_tokens, few_shapes)
     path = None if settings.spec_store is None else Path(settings.spec_store)
     if path is not None and not path.parent.is_dir():
         raise ProposersError(f"--spec-store {path}: there is no folder {path.parent}")
@@ -114,7 +114,7 @@ def open_speculation(
         store = Store(n_vocab, capacity, path, b"" if path is None else fingerprint(gguf))
     except ValueError as error:
         raise ProposersError(f"--spec store: {error}; use --spec ngram") from None
-    speculation = StoreSpeculation(store, settings.spec_tokens, settings.spec_scope == "key")
+    speculation = StoreSpeculation(store, settings.spec_tokens, settings.spec_scope == "key", few_shapes)
     if corpus is not None:
         speculation.seed(tokenizer, corpus)
     return speculation

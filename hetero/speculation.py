@@ -34,11 +34,14 @@ class Speculation:
     leaves out is compared with the text all the same, so that it knows when guessing would pay again.
     """
 
-    def __init__(self, names: Sequence[str], chain: Chain, max_tokens: int):
-        """`chain` makes a request's proposers, in the order of `names`. `max_tokens`: of one draft."""
+    def __init__(self, names: Sequence[str], chain: Chain, max_tokens: int, few_shapes: bool = False):
+        """`chain` makes a request's proposers, in the order of `names`. `max_tokens`: of one draft.
+
+        `few_shapes`: see Policy.
+        """
         self._names, self._chain, self._max_tokens = tuple(names), chain, max_tokens
         self._acceptance = Acceptance(len(self._names))
-        self._policy = Policy()
+        self._policy = Policy(few_shapes)
         self._requests: dict[str, _Guessed] = {}
         self.stats = SpeculationStats.of(self._names, max_tokens)
 

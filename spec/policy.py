@@ -188,10 +188,15 @@ class RequestAcceptance:
 
 
 class Policy:
-    """Chooses draft lengths from costs and chances."""
+    """Chooses draft lengths from costs and chances.
 
-    def __init__(self) -> None:
+    `few_shapes`: a request gets 1, 2, 4, 8, .. tokens of a step, for devices that need a graph for each
+    combination.
+    """
+
+    def __init__(self, few_shapes: bool = False) -> None:
         self.cost = StepCost()
+        self._few_shapes = few_shapes
         self._declined = 0
 
     def choose(self, chances: Sequence[Sequence[float]], room: int) -> list[int]:
@@ -213,4 +218,6 @@ class Policy:
         self._declined = 0
         for _, i in ranked[:best]:
             counts[i] += 1
+        if self._few_shapes:
+            return [(1 << (1 + n).bit_length() - 1) - 1 for n in counts]
         return counts

@@ -116,6 +116,12 @@ def test_the_choice_is_the_best_of_all(rates, room, slope):
     assert rate(got, sum(counts)) >= best / policy.MARGIN - 1e-9
 
 
+def test_few_shapes():
+    chooser = Policy(few_shapes=True)
+    learnt(chooser.cost, CHEAP, rounds=3)
+    assert chooser.choose([falling(0.9, n) for n in (0, 1, 2, 3, 6, 7, 20)], 64) == [0, 1, 1, 3, 3, 7, 15]
+
+
 def test_what_does_not_pay_is_tried_again_now_and_then():
     chooser = Policy()
     learnt(chooser.cost, DEAR, rounds=3)
