@@ -22,14 +22,18 @@ FETCHING_ROWS = 4  # up to so many rows; with more, loads take the time, and key
 LINE_DIMS = 4  # of a block's keys that a cache line holds where a code is a byte
 VALUE_ROWS = 4  # rows to which a pass over values adds
 SPARE_BYTES = 2 * VALUE_ROWS * SCORE_ROW_BYTES  # what `compiled_values` needs besides
-_KIND = 16  # a family's variant: a count below this, plus this times the format
+_KIND = 16  # more than a variant's count
 
 SCORES_SIGNATURE = "void(" + ", ".join(["int64"] * 7) + ")"
 VALUES_SIGNATURE = "void(" + ", ".join(["int64"] * 8) + ")"
 
 
-@kernel_family
-def scores(
+def variant(kind: int, count: int) -> int:
+    """A format, and how many blocks or vectors a kernel treats at a time, as one number."""
+    return _KIND * kind + count
+
+
+def emit_scores(
     x: Emitter, rows: int, variant: int, query_at: Value, keys: Value, ahead: Value, out: Value, dim: Value
 ) -> None:
     """out[row][16 * block + t] = sum over d of query[row][d] * key[block][d][t].
@@ -134,8 +138,7 @@ def scale_weights(
     x.loop(rows, [], row)
 
 
-@kernel_family
-def weighted_values(
+def emit_weighted_values(
     x: Emitter,
     rows: int,
     variant: int,
@@ -196,6 +199,9 @@ def weighted_values(
             x.store(sums[r * vectors + j], outs[r], 64 * j)
 
 
+scores, weighted_values = kernel_family(emit_scores), kernel_family(emit_weighted_values)
+
+
 @functools.cache
 def compiled_scores(kind: int):
     """The cfunc for keys of a format; compiled, or loaded from the cache, on first use.
@@ -203,7 +209,7 @@ def compiled_scores(kind: int):
     Called as `score_rows(query_at, keys, ahead, out, dim, rows, blocks)`, all int64: scores of `rows` rows
     against `blocks` blocks, by microkernels of falling height.
     """
-    one, two, four = (_KIND * kind + blocks for blocks in (1, 2, 4))
+    one, two, four = (variant(kind, blocks) for blocks in (1, 2, 4))
 
     @cfunc(SCORES_SIGNATURE, nopython=True, cache=True)
     def score_rows(query_at, keys, ahead, out, dim, rows, blocks):
@@ -255,7 +261,7 @@ def compiled_values(kind: int):
     weighted values of `tokens` tokens to `rows` rows. The weights may be overwritten, as are SPARE_BYTES at
     `spare`.
     """
-    narrow, wide = _KIND * kind + 1, _KIND * kind + 4
+    narrow, wide = variant(kind, 1), variant(kind, 4)
     code_bytes = 2 if kind == F16 else 1
 
     @cfunc(VALUES_SIGNATURE, nopython=True, cache=True)
@@ -303,4 +309,12 @@ def compiled_values(kind: int):
     return value_rows
 
 
-__all__ = ["SPARE_BYTES", "compiled_scores", "compiled_values"]
+__all__ = [
+    "SPARE_BYTES",
+    "VALUE_ROWS",
+    "compiled_scores",
+    "compiled_values",
+    "emit_scores",
+    "emit_weighted_values",
+    "variant",
+]

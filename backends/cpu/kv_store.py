@@ -34,8 +34,7 @@ SIGNATURE = "void(int64, int64, int64, int64)"
 KEYS, VALUES = 0, 1
 
 
-@kernel_family
-def store_row(
+def emit_row(
     x: Emitter, kind: int, which: int, part: Value, token: Value, head: Value, vectors: Value
 ) -> None:
     """The 16 * vectors floats at `head` as token `token` of a part, KEYS or VALUES."""
@@ -186,6 +185,9 @@ def _nearest_away(x: Emitter, v: Value) -> Value:
     return b.add(b.fptosi(whole, I32X16), b.select(further, one, x.splat_i32(0)))
 
 
+store_row = kernel_family(emit_row)
+
+
 @functools.cache
 def compiled_store(kind: int, which: int):
     """The cfunc that stores a token's KEYS or VALUES in a format; compiled, or loaded, on first use.
@@ -201,4 +203,4 @@ def compiled_store(kind: int, which: int):
     return store
 
 
-__all__ = ["KEYS", "VALUES", "compiled_store"]
+__all__ = ["KEYS", "VALUES", "compiled_store", "emit_row"]
