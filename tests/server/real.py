@@ -26,6 +26,7 @@ import psutil
 from scale import THREADS, scaled  # noqa: F401  tests may take it from here
 
 from hetero.config import Settings
+from hetero.kv_types import F16, KVTypes
 from hetero.launch import launch
 from hetero.request import OutputDelta, Request, TokenLogprob
 from hetero.sampling.params import SamplingParams
@@ -203,8 +204,8 @@ class Alone:
 class Oracle:
     """The model in this process, each request alone from an empty cache."""
 
-    def __init__(self, model: Path) -> None:
-        settings = Settings(model=str(model), threads=THREADS, kv_tokens=8192)
+    def __init__(self, model: Path, kv_type: KVTypes = F16) -> None:
+        settings = Settings(model=str(model), threads=THREADS, kv_tokens=8192, kv_type=kv_type)
         self._async_engine = launch(settings, lambda *_: None)
         self._engine = self._async_engine._engine
         self.tokenizer = self._engine.tokenizer

@@ -5,12 +5,15 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import random
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
-from scale import scaled
+from scale import FULL, scaled
+
+from hetero.kv_types import parse_kv_types
 
 from .conftest import Serve
 from .real import Alone, Oracle, RealClient, RealServer, read_until, talking_to
@@ -53,13 +56,38 @@ class Job:
         return usage
 
 
+# (--kv-type, --ram-cache): what must not make a difference
+EVERYDAY, OTHERS = ("f16", "64M"), (("f16", "off"), ("fp8", "64M"), ("q8_0", "64M"), ("k=q8_0,v=fp8", "off"))
+
+
+@pytest.fixture(scope="module", params=[EVERYDAY, *OTHERS] if FULL else [EVERYDAY], ids=" ".join)
+def kind(request: pytest.FixtureRequest) -> tuple[str, str]:
+    return request.param
+
+
+def flags(kind: tuple[str, str], kv_tokens: int) -> list[str]:
+    return ["--kv-tokens", str(kv_tokens), "--kv-type", kind[0], "--ram-cache", kind[1]]
+
+
 @pytest.fixture(scope="module")
-def crowded(serve: Serve, smollm2_path: Path) -> RealServer:
+def judge(kind: tuple[str, str], oracle: Oracle, smollm2_path: Path) -> Iterator[Oracle]:
+    """The oracle that keeps its contexts in the same format."""
+    if kind[0] == "f16":
+        yield oracle
+        return
+    other = Oracle(smollm2_path, parse_kv_types(kind[0]))
+    yield other
+    other.close()
+
+
+@pytest.fixture(scope="module")
+def crowded(serve: Serve, smollm2_path: Path, kind: tuple[str, str]) -> RealServer:
     """A pool of 3,072 tokens: a few of the clients' requests fill it."""
-    return serve(smollm2_path, "--kv-tokens", "3072")
+    return serve(smollm2_path, *flags(kind, 3072))
 
 
-async def test_k01_answers_are_never_mixed(crowded: RealServer, oracle: Oracle) -> None:
+async def test_k01_answers_are_never_mixed(crowded: RealServer, judge: Oracle) -> None:
+    oracle = judge
     rng = random.Random(4)
     count, longest, rounds = scaled(40, 64), scaled(64, 200), scaled(2, 10)
     jobs = []
@@ -95,8 +123,8 @@ SMALL_POOL = scaled(1024, 2048)
 
 
 @pytest.fixture(scope="module")
-def small_pool(serve: Serve, smollm2_path: Path) -> RealServer:
-    return serve(smollm2_path, "--kv-tokens", str(SMALL_POOL))
+def small_pool(serve: Serve, smollm2_path: Path, kind: tuple[str, str]) -> RealServer:
+    return serve(smollm2_path, *flags(kind, SMALL_POOL))
 
 
 async def check_full_pool(client: RealClient, oracle: Oracle, pool: int, new_tokens: int) -> None:
@@ -128,9 +156,9 @@ async def check_full_pool(client: RealClient, oracle: Oracle, pool: int, new_tok
     await client.check_alive()
 
 
-async def test_k03_a_full_pool(small_pool: RealServer, oracle: Oracle) -> None:
+async def test_k03_a_full_pool(small_pool: RealServer, judge: Oracle) -> None:
     async with talking_to(small_pool) as client:
-        await check_full_pool(client, oracle, SMALL_POOL, scaled(160, 512))
+        await check_full_pool(client, judge, SMALL_POOL, scaled(160, 512))
 
 
 async def test_k03_a_full_pool_with_sliding_windows(gemma3: RealClient, gemma3_oracle: Oracle) -> None:
@@ -152,8 +180,10 @@ def a_prefix_tree(rng: random.Random, count: int, oracle: Oracle) -> list[list[i
     return prompts[:count]
 
 
-async def test_x01_the_cache_never_changes_an_answer(crowded: RealServer, oracle: Oracle) -> None:
-    rng = random.Random(5)
+async def test_x01_the_cache_never_changes_an_answer(
+    crowded: RealServer, judge: Oracle, kind: tuple[str, str]
+) -> None:
+    rng, oracle = random.Random(5), judge
     new_tokens = scaled(8, 32)
     prompts = a_prefix_tree(rng, scaled(120, 300), oracle)
     known: dict[tuple[int, ...], Alone] = {}
@@ -187,5 +217,8 @@ async def test_x01_the_cache_never_changes_an_answer(crowded: RealServer, oracle
             found = await asyncio.gather(*(client_of(client, jobs[c::4]) for c in range(4)))
             assert sum(found) > sum(len(p) for p in prompts) // 10, "the cache was to be used"
             rng.shuffle(jobs)
-        await client.until_idle()
+        metrics = await client.until_idle()
+        if kind[1] != "off":
+            assert metrics['hetero_kv_prompt_tokens_total{source="host"}'] > 100
+            assert metrics['hetero_kv_moved_bytes_total{to="device"}'] > 0
         await client.check_alive()
