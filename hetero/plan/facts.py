@@ -85,11 +85,12 @@ def _token_bytes(config: ModelConfig, types: KVTypes) -> int:
 
 
 def _unpacked_bytes(config: ModelConfig, types: KVTypes) -> int:
-    """What a token takes more where keys and values differ: few drivers attend that, so it is f16 first."""
-    if types.keys == types.values:
-        return 0
+    """What a token takes more while it is attended: many drivers make q8_0 f16 first. Few attend keys and
+    values of two formats: then we unpack them, through f32.
+    """
+    size = F16_BYTES if types.keys == types.values else F32_BYTES + F16_BYTES
     dims = ((types.keys, config.head_dim_k), (types.values, config.head_dim_v))
-    return config.n_head_kv * sum(dim * (F32_BYTES + F16_BYTES) for kind, dim in dims if kind != "f16")
+    return config.n_head_kv * sum(dim * size for kind, dim in dims if kind != "f16")
 
 
 def layer_names(config: ModelConfig, layer: int) -> list[str]:

@@ -9,9 +9,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
+from backends.ggml import layers
+from backends.ggml.layers import DeviceLayers
+from backends.ggml.stage import GgmlStage
 from hetero.config import Settings
-from hetero.kv_types import KVTypes
+from hetero.kv_types import KVTypes, parse_kv_types
 from hetero.launch import open_stages, prepare
+from hetero.plan.devices import DeviceChoice
 from hetero.plan.host import usable_cores
 from hetero.plan.make import GUESSED
 from hetero.plan.planner import (
@@ -286,3 +290,28 @@ def test_devices_without_our_kernels_have_formats_of_their_own():
     assert 2 * 16384 <= held.tokens < 2 * 16384 + 2 * BLOCK_SIZE
     assert held.nbytes == sum(s.kv_bytes for s in plan.stages) // 2
     assert format_size_of("same", plan, model, Limits(kv_tokens=16384), places).tokens == 16384
+
+
+@pytest.mark.parametrize("kept", ["f16", "q8_0", "k=q8_0,v=f16", "k=f16,v=q8_0"])
+def test_the_plan_bounds_what_plain_operators_take(tmp_path, kept: str, monkeypatch):
+    """Of two formats side by side, as a driver would have it that attends f16 alone."""
+    monkeypatch.setattr(GgmlStage, "_kind", lambda self: DeviceLayers)
+    monkeypatch.setattr(DeviceChoice, "own_kernels", False)
+    monkeypatch.setattr(layers, "can_flash_attend", lambda _, *shape: len(set(shape[4:])) < 2)
+    path = tiny_model(tmp_path / "m.gguf", n_heads=4, n_kv_heads=2, head_dim=64, n_ctx=16384)
+    settings = Settings(
+        model=str(path),
+        ctx=16384,
+        kv_tokens=16384,
+        max_num_seqs=4,
+        max_num_batched_tokens=64,
+        kv_type=parse_kv_types(kept),
+        threads=1,
+        isolate="off",
+    )
+    prepared = prepare(settings)
+    (planned,), (stage,) = prepared.plan.stages, open_stages(prepared, settings, lambda text, done: None)
+    held = stage.memory()
+    stage.close()
+    assert 0.4 * planned.compute_bytes < held["compute"] <= planned.compute_bytes
+    assert 0 <= held["kv"] - planned.kv_bytes <= 1 << 20  # what lies behind the last block
