@@ -91,6 +91,18 @@ def block_addresses(table, blocks, kv_heads, kv_head, pools, out):
 
 
 @njit(nogil=True, cache=True)
+def begin_rows(scratch, query, out, row0, rows, shape):
+    """Write down where an item's rows read and write, and clear their sums."""
+    heads, share, kv_head, dim_k, dim_v = shape
+    for r in range(rows):
+        head_row = (row0 + r // share) * heads + kv_head * share + r % share
+        store_i64((scratch + _QUERY_AT + 8 * r, query + 4 * head_row * dim_k))
+        store_i64((scratch + _OUT_AT + 8 * r, out + 4 * head_row * dim_v))
+        fill_zero((out + 4 * head_row * dim_v, dim_v // 16))
+        reset_state((scratch + _STATE + 8 * r,))
+
+
+@njit(nogil=True, cache=True)
 def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_head):
     """Attention of the query tokens [row0, row0 + count) of one sequence, for one KV head."""
     heads, kv_heads = load_i64((params + 8 * P_HEADS,)), load_i64((params + 8 * P_KV_HEADS,))
@@ -106,12 +118,7 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
     vectors = dim_v // 16
     key_bytes, value_bytes = load_i64((params + 8 * P_KEY_BYTES,)), load_i64((params + 8 * P_VALUE_BYTES,))
     score_rows, value_rows = load_i64((params + 8 * P_SCORES,)), load_i64((params + 8 * P_VALUES,))
-    for r in range(rows):
-        head_row = (row0 + r // share) * heads + kv_head * share + r % share
-        store_i64((query_at + 8 * r, query + 4 * head_row * dim_k))
-        store_i64((out_at + 8 * r, out + 4 * head_row * dim_v))
-        fill_zero((out + 4 * head_row * dim_v, vectors))
-        reset_state((states + 8 * r,))
+    begin_rows(scratch, query, out, row0, rows, (heads, share, kv_head, dim_k, dim_v))
     first = load_i32((positions + 4 * row0,))  # a sequence's rows are at consecutive positions
     end = first + count
     begin = max(0, first - window + 1) if window > 0 else 0
