@@ -44,9 +44,20 @@ class SettingError(ValueError):
     """A setting that cannot be used: one line that names it and where it came from."""
 
 
+@dataclass(frozen=True, slots=True)
+class FolderLimit:
+    """A folder and how much may be in it, written DIR:SIZE."""
+
+    folder: str
+    nbytes: int
+
+    def __str__(self) -> str:
+        return f"{self.folder}:{format_size(self.nbytes)}"
+
+
 def setting(default: Any, help: str, *, kind: str, low: int = 0, high: int = 1 << 62, **extra: Any) -> Any:
-    """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path, choice
-    or kv_types.
+    """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path, choice,
+    kv_types or folder_limit.
     """
     meta = {"help": help, "kind": kind, "low": low, "high": high, **extra}
     return field(default=default, metadata=meta)
@@ -120,6 +131,14 @@ class Settings:
         "How soon an answer begins tells whether its prompt was known.",
         kind="choice",
         choices=SCOPES,
+    )
+    disk_cache: FolderLimit | None = setting(  # noqa: RUF009  like the others
+        None,
+        "Folder for contexts that are kept on a disk, and how much of it they may take, such as "
+        "/var/cache/hetero:20GiB. They survive restarts. Several servers and models may share the folder. "
+        "Whoever can read it can find out what was asked. Default: none.",
+        kind="folder_limit",
+        low=1 << 20,
     )
     max_num_seqs: int = setting(
         32, "Requests that are computed at the same time; more than that wait.", kind="int", low=1, high=1024
@@ -301,9 +320,18 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         raise ValueError("must be a non-empty string")
     if kind == "kv_types":
         return parse_kv_types(raw)
+    if kind == "folder_limit":
+        return _folder_limit(raw, meta["low"])
     if kind == "choice" and raw not in meta["choices"]:
         raise ValueError(f"{raw!r} is not one of {', '.join(meta['choices'])}")
     return str(Path(raw).expanduser()) if kind == "path" else raw
+
+
+def _folder_limit(raw: str, low: int) -> FolderLimit:
+    folder, _, size = raw.rpartition(":")  # the last: a folder of Windows may have one, too
+    if not folder:
+        raise ValueError(f"{raw!r} is not DIR:SIZE, such as /var/cache/hetero:20GiB")
+    return FolderLimit(str(Path(folder).expanduser()), _number(size, "size", low, 1 << 62))
 
 
 def _number(raw: Any, kind: str, low: int, high: int) -> int:

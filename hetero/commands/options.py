@@ -33,6 +33,7 @@ METAVARS = {
     "size": "SIZE",
     "path": "FILE",
     "counts": "N,N",
+    "folder_limit": "DIR:SIZE",
     "kv_types": "TYPE",
 }
 SERVER = tuple(name for name in SPECS if name not in (*ENGINE, "model"))

@@ -8,7 +8,7 @@ import pytest
 
 from backends import kv_format
 from hetero import config
-from hetero.config import SPECS, SettingError, load, parse_size
+from hetero.config import SPECS, FolderLimit, SettingError, load, parse_size
 from hetero.kv_types import KV_TYPES, KVTypes, parse_kv_types, parse_several
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -76,6 +76,24 @@ def test_formats_of_the_kv_cache(text: str, keys: str, values: str):
     assert parse_several(f"f16,{text}, fp8,{wanted}") == [KVTypes(), wanted, KVTypes("fp8", "fp8"), wanted]
 
 
+@pytest.mark.parametrize(
+    ("text", "folder", "nbytes"),
+    [
+        ("/var/cache/hetero:20GiB", "/var/cache/hetero", 20 << 30),
+        ("cache:1.5 gb", "cache", 3 << 29),
+        (r"C:\cache:64M", r"C:\cache", 64 << 20),
+        ("~/x:y:1M", str(Path("~/x:y").expanduser()), 1 << 20),
+    ],
+)
+def test_a_folder_and_its_limit(text: str, folder: str, nbytes: int):
+    wanted = FolderLimit(folder, nbytes)
+    for source in ({"disk_cache": text}, {}), ({}, {"HETERO_DISK_CACHE": text}):
+        loaded = load(*source)
+        assert loaded.settings.disk_cache == wanted
+        assert ("disk_cache", str(wanted)) in [(name, value) for name, value, _ in config.describe(loaded)]
+    assert load({"disk_cache": str(wanted)}, {}).settings.disk_cache == wanted
+
+
 def test_the_formats_are_those_that_are_implemented():
     assert KV_TYPES == kv_format.KV_TYPES
 
@@ -117,6 +135,11 @@ def test_not_sizes(text: str):
         ({}, {"HETERO_KV_TYPE": "q8_0,fp8"}, "", ["HETERO_KV_TYPE", "q8_0,fp8", "k=q8_0,v=fp8"]),
         ({}, {}, 'kv_type = "k=fp8,k=f16"', ["kv_type", "hetero.toml", "k=q8_0,v=fp8"]),
         ({}, {}, "kv_type = 8", ["kv_type", "hetero.toml", "string"]),
+        ({"disk_cache": "/cache"}, {}, "", ["--disk-cache", "'/cache'", "DIR:SIZE"]),
+        ({"disk_cache": ":1G"}, {}, "", ["--disk-cache", "':1G'", "DIR:SIZE"]),
+        ({}, {"HETERO_DISK_CACHE": r"C:\cache"}, "", ["HETERO_DISK_CACHE", "not a size"]),
+        ({"disk_cache": "/cache:1K"}, {}, "", ["--disk-cache", "at least 1048576"]),
+        ({}, {}, "disk_cache = 5", ["disk_cache", "hetero.toml", "string"]),
         ({"objective": "speed"}, {}, "", ["--objective", "speed", "throughput"]),
         ({}, {}, "api_key = [1]", ["api_key", "hetero.toml", "strings"]),
         ({}, {}, 'host = ""', ["host", "hetero.toml", "non-empty"]),

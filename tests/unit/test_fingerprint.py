@@ -1,0 +1,69 @@
+"""The fingerprint: the same for the same model, another for all that changes what KV is or where it lies."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+from tiny_models import tiny_model
+
+import hetero.kv.fingerprint
+from hetero.kv.fingerprint import FINGERPRINT_BYTES, fingerprint
+from quant.gguf import open_gguf
+
+LAYOUT = ("layers 0 to 1", "f16")
+
+
+def of(path: Path, *layout: str) -> bytes:
+    with open_gguf(path) as gguf:
+        return fingerprint(gguf, layout or LAYOUT)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    return tiny_model(tmp_path / "model.gguf")
+
+
+def test_the_name_of_the_file_does_not_matter(model: Path, tmp_path: Path) -> None:
+    first = of(model)
+    assert len(first) == FINGERPRINT_BYTES and first == of(model)
+    (tmp_path / "elsewhere").mkdir()
+    other = Path(shutil.copy2(model, tmp_path / "elsewhere" / "other.gguf"))
+    assert of(other) == first
+
+
+def test_whatever_changes_kv_changes_it(model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    times = (model.stat().st_atime, model.stat().st_mtime)
+    variants = {
+        "another seed": tiny_model(tmp_path / "seed.gguf", seed=1),
+        "another rope": tiny_model(tmp_path / "rope.gguf", metadata={"llama.rope.freq_base": 5000.0}),
+        "more layers": tiny_model(tmp_path / "layers.gguf", n_layers=3),
+        "written again": Path(shutil.copy(model, tmp_path / "copy.gguf")),
+    }
+    for name, path in variants.items():
+        if name != "written again":
+            os.utime(path, times)
+    found = {name: of(path) for name, path in variants.items()}
+    found |= {
+        "other layout": of(model, "layers 0 to 1", "q8_0"),
+        "split layout": of(model, "layers 0 to 1f16"),
+    }
+    found["first"] = of(model)
+    monkeypatch.setattr(hetero.kv.fingerprint, "__version__", "0.0.0")
+    found["other version"] = of(model)
+    assert len(set(found.values())) == len(found), found
+
+
+def test_a_byte_in_a_sample_changes_it(model: Path) -> None:
+    """Tiny tensors are wholly in their samples."""
+    times = (model.stat().st_atime, model.stat().st_mtime)
+    first = of(model)
+    with model.open("r+b") as file:
+        file.seek(-100, os.SEEK_END)
+        byte = file.read(1)
+        file.seek(-100, os.SEEK_END)
+        file.write(bytes([byte[0] ^ 1]))
+    os.utime(model, times)
+    assert of(model) != first
