@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
-from hetero.engine import DEVICE_UNAVAILABLE, Engine
+from hetero.engine import DEVICE_UNAVAILABLE, WAIT_SECONDS, Engine
 from hetero.request import CLIENT, FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
 from hetero.stats import EngineStats
@@ -28,6 +28,7 @@ T = TypeVar("T")
 STUCK_SECONDS = 300.0  # a step on a slow device may take long; nothing honest takes this long
 FAILED_STEPS = 3  # in a row, before the device counts as lost
 RETRY_SECONDS = 10.0  # after which requests may try it again
+WRITE_SECONDS = 5.0  # for what should be on the disk when the engine stops
 JOIN_SECONDS = 10.0
 DRAIN_POLL_SECONDS = 0.02
 TEXT_THREADS = 2
@@ -114,7 +115,7 @@ class _Abort:
 
 
 class _Look:
-    """A stage was lost or is back."""
+    """A stage was lost or is back, or the disk has done something."""
 
 
 class _Stop:
@@ -141,7 +142,7 @@ class AsyncEngine:
         self.info = info
         self._engine = engine
         engine.before_wait = self._flush
-        engine.runner.watch(lambda: self._inbox.put(_Look()))
+        engine.watch(lambda: self._inbox.put(_Look()))
         self._tokenizer = tokenizer
         self._template = template
         self._cache_by_client = cache_by_client
@@ -326,22 +327,24 @@ class AsyncEngine:
     def _run(self) -> None:
         try:
             while self._take_inbox():
-                if not self._engine.step():
+                if not self._engine.step() or not self._engine.can_go_on:
                     self._flush()
             self._engine.abort_all()
             while self._engine.has_work:
                 self._engine.step()
             self._flush()
+            self._engine.write_behind(WRITE_SECONDS)
         except BaseException as error:
             log.exception("the engine died")
             self._die(f"the engine died: {type(error).__name__}: {error}")
 
     def _take_inbox(self) -> bool:
-        """Do what was asked; sleep until something is when there is no work. False: stop."""
-        block = not self._engine.has_work
+        """Do what was asked; sleep until something is when nothing can be done. False: stop."""
+        block = not self._engine.can_go_on
+        timeout = WAIT_SECONDS if self._engine.has_work else None  # the disk may take too long
         while True:
             try:
-                item = self._inbox.get(block)
+                item = self._inbox.get(block, timeout)
             except queue.Empty:
                 return True
             block = False

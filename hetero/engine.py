@@ -73,6 +73,12 @@ class Engine:
         """Whether requests are here, or a step that only moves blocks is in flight."""
         return bool(self._generations) or bool(self._flights)
 
+    @property
+    def can_go_on(self) -> bool:
+        """Whether `step` has something to do now. Not when all requests wait for the disk: see `watch`."""
+        lost = bool(self._generations) and self.runner.unavailable is not None
+        return bool(self._flights) or lost or self.scheduler.can_go_on
+
     def add(self, request: Request, sink: Sink, grammar: GrammarLike | None = None) -> None:
         """Queue a request; `sink` gets its deltas, the last with a finish_reason. RequestError
         when it can never fit. `grammar` is this request's own, at its start."""
@@ -120,12 +126,30 @@ class Engine:
         lost = self.runner.unavailable
         if lost is not None and not self._flights:
             self._let_go(lost)
-        if not self._flights and not self._generations:
+        if not self.can_go_on:  # nor does time spent waiting for the disk count as a step's
             self._busy_since = None
-        return self._busy_since is not None
+        return self.has_work
+
+    def write_behind(self, seconds: float) -> None:
+        """For so long at most, bring to the disk what should be there. No request may be here any more."""
+        disk, deadline = self.scheduler.kv.below, self.clock() + seconds
+        while disk is not None and disk.has_more and self.clock() < deadline:
+            if self.runner.unavailable is not None:
+                return
+            if not self.can_go_on:
+                disk.wait(WAIT_SECONDS)
+            self.step()
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, from any thread, when there may be something to do that was not before."""
+        self.runner.watch(callback)
+        if (disk := self.scheduler.kv.below) is not None:
+            disk.watch(callback)
 
     def close(self) -> None:
         """Free the devices, and keep what was learned. Nothing runs."""
+        if (disk := self.scheduler.kv.below) is not None:
+            disk.close()  # it still reads what the stages have in host memory
         self.runner.close()
         if self.speculation is not None:
             self.speculation.close()
@@ -155,6 +179,7 @@ class Engine:
                     own.stages, self.runner.restarts, self.runner.counters, strict=True
                 )
             ],
+            disk=None if (disk := self.scheduler.kv.below) is None else disk.stats(),
             ttft=own.ttft.copy(),
             inter_token=own.inter_token.copy(),
             queue=own.queue.copy(),

@@ -33,6 +33,7 @@ if TYPE_CHECKING:
     from backends.cpu.observe import ObservingStage
     from backends.ggml.stage import StageSpec
     from hetero.async_engine import AsyncEngine, ModelInfo
+    from hetero.kv.disk_folder import DiskFolder
     from hetero.pipeline.runner import Runner
     from hetero.plan.calibrate import OpenStage
     from hetero.plan.times import DeviceTimes
@@ -87,7 +88,7 @@ def prepare(
         opener = _opener(model.path, gguf, config, settings)
         planned = plan_model(gguf, config, choices, settings, opener, progress, measure)
     facts, plan = planned.facts, planned.plan
-    host = plan_host(settings.ram_cache, facts, plan, choices, free_memory())
+    host = plan_host(settings.ram_cache, facts, plan, choices, free_memory(), settings.disk_cache is not None)
     return Prepared(model, gguf, config, choices, facts, plan, planned.forecast, host)
 
 
@@ -158,13 +159,14 @@ def load(
     from hetero.engine import Engine
     from hetero.kv.host_tier import HostTier
     from hetero.kv.manager import KVManager
+    from hetero.kv.open_disk import open_disk
     from hetero.pipeline.runner import Runner
     from hetero.sampling.sampler import Sampler
     from hetero.scheduler import Scheduler
     from hetero.text.grammar import GrammarCompiler
     from hetero.text.tokenizer import Tokenizer
 
-    plan = prepared.plan
+    plan, disk = prepared.plan, _disk_folder(prepared, settings)
     with _showing_compilation(progress) as show:
         try:
             tokenizer = Tokenizer(prepared.model.path)
@@ -185,8 +187,11 @@ def load(
             once.submit(_run_once, runner, len(plan.groups)).result()
         show("ready", 1.0)
     host = HostTier(prepared.host.slots, prepared.host.block_bytes)
+    kv = KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host)
+    if disk is not None:
+        kv.below = open_disk(disk, kv, runner)
     scheduler = Scheduler(
-        KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host),
+        kv,
         settings.max_num_seqs,
         settings.max_num_batched_tokens,
         plan.max_model_len,
@@ -206,6 +211,26 @@ def _speculation(prepared: Prepared, settings: Settings, tokenizer: Tokenizer) -
         few = _attended_in_place(prepared, 1) > 0
         return open_speculation(settings, tokenizer, prepared.gguf, prepared.config.n_vocab, few)
     except ProposersError as exc:
+        raise LaunchError(str(exc)) from exc
+
+
+def _disk_folder(prepared: Prepared, settings: Settings) -> DiskFolder | None:
+    """Before anything is loaded: whether the folder of --disk-cache can be used."""
+    from hetero.kv.open_disk import DiskCacheError, open_folder
+
+    if settings.disk_cache is None:
+        return None
+    layout = [f"{group.layers} {group.window}" for group in prepared.plan.groups]
+    for stage in prepared.plan.stages:
+        choice = prepared.choices[stage.index]
+        if choice.spec.worker:
+            raise LaunchError(
+                f"--disk-cache: the contexts of {choice.label} are out of reach on another machine"
+            )
+        layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
+    try:
+        return open_folder(settings.disk_cache, prepared.gguf, layout)
+    except DiskCacheError as exc:
         raise LaunchError(str(exc)) from exc
 
 

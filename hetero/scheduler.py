@@ -38,7 +38,8 @@ class Scheduler:
     `num_computed_tokens` advances as tokens are scheduled: stages compute steps in their order, so
     whatever is scheduled later may rely on them. Updates come in the order of the steps, too.
 
-    What a step has left of its budget a `drafter` may fill with guesses, see drafts.py.
+    What a step has left of its budget a `drafter` may fill with guesses, see drafts.py. A new request that
+    waits for the disk is outside of the queue: see kv/below.py.
     """
 
     def __init__(
@@ -79,7 +80,12 @@ class Scheduler:
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting)
+        return len(self._waiting) + len(self.held)
+
+    @property
+    def held(self) -> Sequence[Request]:
+        """New requests that wait for the disk."""
+        return () if self.kv.below is None else self.kv.below.held
 
     @property
     def num_in_flight(self) -> int:
@@ -89,6 +95,12 @@ class Scheduler:
     @property
     def has_work(self) -> bool:
         return bool(self._requests)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether there is more to do than to wait for the disk."""
+        more = self.kv.below is not None and self.kv.below.has_work
+        return more or bool(self._running or self._waiting or self._steps)
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise RequestError when a prompt of this length leaves no room for one token."""
@@ -107,6 +119,10 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is already here")
         self._requests[request.request_id] = request
+        if self.kv.below is None or not self.kv.below.hold(request):
+            self._queue(request)
+
+    def _queue(self, request: Request) -> None:
         self._arrival[request.request_id] = self._num_added
         self._num_added += 1
         self._waiting.append(request)
@@ -122,7 +138,7 @@ class Scheduler:
             return None
         if request.status is RequestStatus.RUNNING:
             self._running.remove(request)
-        else:
+        elif self.kv.below is None or self.kv.below.cancel(request_id) is None:
             self._waiting.remove(request)
         self._end(request, FinishReason.ABORT, cache=True)
         return request
@@ -130,10 +146,11 @@ class Scheduler:
     # -- deciding ------------------------------------------------------------------------------
 
     def schedule(self) -> Step | None:
-        """The next step, or None when there is nothing to do now: with nothing in flight, no request is here.
-
-        A step without requests moves or copies blocks.
+        """The next step, or None when there is nothing to do now: with nothing in flight, no request is here
+        but such as wait for the disk. A step without requests moves or copies blocks.
         """
+        for request in () if self.kv.below is None else self.kv.below.take_in():
+            self._queue(request)
         self._last_step_id += 1
         step = Step(self._last_step_id)
         self.kv.begin_step(step.step_id)
@@ -141,7 +158,7 @@ class Scheduler:
         self._schedule_running(step, most)
         self._schedule_waiting(step, most)
         self._add_drafts(step)
-        step.spills, step.loads = self.kv.take_moves()
+        step.spills, step.loads = self.kv.take_moves(idle=not step.requests)
         if not (step.requests or step.copies or step.spills or step.loads):
             return None
         self._steps[step.step_id] = step
@@ -304,11 +321,11 @@ class Scheduler:
         trusted any more.
         """
         del self._steps[step.step_id]
-        self.kv.end_step(step)
         if failed:
             self._doomed.update(self._steps)
         failed = failed or self.is_doomed(step)
         self._doomed.discard(step.step_id)
+        self.kv.end_step(step, good=not failed)
         ended = []
         for i, request in enumerate(step.requests):
             request.num_in_flight -= 1
@@ -337,8 +354,11 @@ class Scheduler:
     def fail_all(self) -> list[Request]:
         """End all requests with an error, and forget the cache. No step may be in flight."""
         assert not self._steps
-        ended = [*self._running, *self._waiting]
+        ended = [*self._running, *self._waiting, *self.held]
         self._running, self._waiting = [], deque()
+        if self.kv.below is not None:
+            for request in self.held:
+                self.kv.below.cancel(request.request_id)
         for request in ended:
             self._end(request, FinishReason.ERROR, cache=False)
         self.kv.clear_cache()
@@ -373,7 +393,7 @@ class Scheduler:
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
-        del self._arrival[request.request_id]
+        self._arrival.pop(request.request_id, None)  # it may have waited outside of the queue
         self._admission_held = False
         self._admission.forget_refusal()
         self.counters.finished[reason] += 1

@@ -18,7 +18,9 @@ def check_scheduler(scheduler: Scheduler, known: Collection[Request]) -> None:
     scheduler.kv.check_invariants()
     order = [scheduler._arrival[r.request_id] for r in (*scheduler._running, *scheduler._waiting)]
     assert order == sorted(order) and len(set(order)) == len(order), "not in arrival order"
-    assert set(scheduler._requests) == set(scheduler._arrival) and len(order) == len(scheduler._requests)
+    held = [r.request_id for r in scheduler.held]
+    assert set(scheduler._requests) == {*scheduler._arrival, *held} and len(order) == len(scheduler._arrival)
+    assert len(scheduler._requests) == len(order) + len(held)
     assert len(scheduler._running) <= scheduler.max_num_seqs
     in_flight = Counter(id(r) for step in scheduler._steps.values() for r in step.requests)
     steps = scheduler._steps.values()

@@ -119,6 +119,21 @@ class SpeculationStats:
 
 
 @dataclass(slots=True)
+class DiskStats:
+    """What is on the disk, and totals since the start: of blocks, and of bytes with their headers."""
+
+    entries: int = 0
+    bytes: int = 0  # in whole blocks of the disk, of all models in the folder
+    stored: int = 0
+    loaded: int = 0
+    evicted: int = 0
+    damaged: int = 0
+    failed: int = 0  # could not be written
+    bytes_written: int = 0
+    bytes_read: int = 0
+
+
+@dataclass(slots=True)
 class EngineStats:
     """A snapshot. Counters are totals since the start, times are seconds.
 
@@ -142,6 +157,7 @@ class EngineStats:
     step_seconds: float = 0.0
     host_seconds: float = 0.0
     stages: list[StageTotals] = field(default_factory=list)
+    disk: DiskStats | None = None
     ttft: Histogram = field(default_factory=_requests)
     inter_token: Histogram = field(default_factory=_tokens)
     queue: Histogram = field(default_factory=_requests)

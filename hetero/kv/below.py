@@ -3,12 +3,12 @@
 Such a tier keeps full blocks under the key of their whole prefix (PrefixTree.key, chain_key). It sees host
 slots only; how a node comes to one, and back to the device, is the host tier's business.
 
-    keeping   a request ends -> `left`     : the step being scheduled may `copy_out` nodes that have no slot
-              a block leaves -> `spilled`  : it has one
-              that step has ended: the slots are good. `hold` them, read them, `let_go`
+    keeping   a request ends -> `left`: the step being scheduled may `copy_out` nodes that have no slot
+              a step has `ended`: what it has spilled is good. `hold` it, read it, `let_go`
 
     finding   a request comes with keys that the tree does not have -> `reserve` slots, write to them,
-              `insert` the node, `let_go`: from there on it is like any node with slots alone
+              `insert` the node, `let_go`: from there on it is like any node with slots alone.
+              Meanwhile the request is `held`, outside of the scheduler's queue, until `take_in` has it
 
 Slots that are held or reserved are pinned: nothing else is written there, whatever becomes of the node.
 All of it is for the engine's thread.
@@ -16,11 +16,14 @@ All of it is for the engine's thread.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
+from hetero.batch import Step
 from hetero.kv.leaving import spill, take_slot
 from hetero.kv.prefix_tree import Node
+from hetero.request import Request
+from hetero.stats import DiskStats
 
 if TYPE_CHECKING:
     from hetero.kv.manager import KVManager
@@ -33,17 +36,65 @@ class Below(Protocol):
         """A request has left its tokens in the cache: those of `node`, its last full block, and before."""
         ...
 
-    def spilled(self, node: Node) -> None:
-        """The step being scheduled copies a block of the node to host memory."""
+    def plan(self, idle: bool) -> None:
+        """A step is being scheduled, and all requests have their share: the time for `copy_out`.
+
+        `idle`: there is no request in it.
+        """
         ...
 
-    def plan(self) -> None:
-        """A step is being scheduled, and all requests have their share: the time for `copy_out`."""
+    def ended(self, step: Step, good: bool) -> None:
+        """A step has ended, and pins nothing any more. Not `good`: nobody knows what is in its slots."""
         ...
 
     def cleared(self) -> None:
         """Nothing that was cached is trusted any more, slots that are held included."""
         ...
+
+    @property
+    def has_work(self) -> bool:
+        """Whether a step of moves alone would be of use now."""
+        ...
+
+    @property
+    def held(self) -> Sequence[Request]:
+        """New requests that wait for this tier."""
+        ...
+
+    def hold(self, request: Request) -> bool:
+        """Whether a new request should wait, because this tier has more of it than is in memory."""
+        ...
+
+    def cancel(self, request_id: str) -> Request | None:
+        """Let go of a request that waits; None when it does not."""
+        ...
+
+    def take_in(self) -> Sequence[Request]:
+        """Take note of what was done in the background. The requests that need not wait any longer."""
+        ...
+
+    @property
+    def has_more(self) -> bool:
+        """Whether something is still to be kept, now or when there is room for it."""
+        ...
+
+    def watch(self, callback: Callable[[], None]) -> None:
+        """Have `callback` called, from any thread, when `take_in` has something to do."""
+        ...
+
+    def wait(self, timeout: float) -> None:
+        """Sleep until then, for so many seconds at most."""
+        ...
+
+    def stats(self) -> DiskStats:
+        """For any thread."""
+        ...
+
+    def close(self) -> None:
+        """Before the slots' memory goes. Idempotent."""
+        ...
+
+    def check_invariants(self) -> None: ...
 
 
 def copy_out(kv: KVManager, node: Node, evict: bool = False) -> bool:

@@ -16,6 +16,8 @@ def check_manager(kv: KVManager) -> None:
     """Raise AssertionError unless all agree. O(everything)."""
     kv.tree.check_invariants()
     kv.host.check_invariants()
+    if kv.below is not None:
+        kv.below.check_invariants()
     references = Counter(kv._pins)
     for cursor in kv._cursors.values():
         _check_tables(kv, cursor)

@@ -25,6 +25,11 @@ class MoveCosts:
     def token_seconds(self) -> float:
         return self._computed[1] / self._computed[0]
 
+    @property
+    def is_guess(self) -> bool:
+        """Whether no prompt was computed so far."""
+        return self._computed == (1.0, TOKEN_SECONDS)
+
     def observe(self, moved_bytes: int, move_seconds: float, tokens: int, compute_seconds: float) -> None:
         """What a step has cost: at the slowest stage, where there are several."""
         if moved_bytes > 0 and move_seconds > 0:

@@ -27,7 +27,6 @@ from pathlib import Path
 import numpy as np
 
 VERSION = 1
-KEY_BYTES = 16
 DIGEST_BYTES = 32
 _MAGIC = b"heteroKV"
 _HEAD = struct.Struct("<8sII16s16sQ")
@@ -38,18 +37,6 @@ Parts = Sequence[np.ndarray]  # contiguous uint8 arrays, in the order of the pay
 
 class BadEntry(Exception):
     """The file is not, or not any more, the entry that it should be. Says how, in a few words."""
-
-
-def chain_key(parent: bytes, token_ids: Iterable[int]) -> bytes:
-    """The key of a block of tokens behind the one with key `parent`; 16 bytes."""
-    digest = hashlib.blake2b(parent, digest_size=KEY_BYTES)
-    digest.update(np.fromiter(token_ids, "<i4").tobytes())
-    return digest.digest()
-
-
-def root_key(scope: str) -> bytes:
-    """What the chains of a scope begin with. Those of different scopes have no key in common."""
-    return hashlib.blake2b(scope.encode("utf-8", "surrogatepass"), digest_size=KEY_BYTES).digest()
 
 
 def mask_of(groups: Iterable[int]) -> int:

@@ -17,7 +17,9 @@ from pathlib import Path
 import psutil
 
 from hetero.config import format_size
-from hetero.kv.disk_entry import HEADER_BYTES, KEY_BYTES, BadEntry, Parts, read_entry, write_entry
+from hetero.kv.disk_entry import HEADER_BYTES, BadEntry, Parts, read_entry, write_entry
+from hetero.kv.prefix_tree import KEY_BYTES
+from hetero.stats import DiskStats
 
 log = logging.getLogger(__name__)
 
@@ -42,19 +44,6 @@ class _Known:
     mask: int
     size: int  # on the disk
     used: float  # mtime of the file: when it was last used, roughly
-
-
-@dataclass(slots=True)
-class DiskCounters:
-    """Totals since the start; `bytes_*` of payload and headers."""
-
-    stored: int = 0
-    loaded: int = 0
-    evicted: int = 0
-    damaged: int = 0
-    failed: int = 0  # files that could not be written
-    bytes_written: int = 0
-    bytes_read: int = 0
 
 
 @dataclass(slots=True)
@@ -98,7 +87,7 @@ class DiskFolder:
     ) -> None:
         """Makes the folder. OSError when that is not possible."""
         self.folder, self.limit, self.fingerprint = folder, limit, fingerprint
-        self.counters = DiskCounters()
+        self.stats = DiskStats()
         self._own = fingerprint.hex()
         self._clock = clock
         self._index: OrderedDict[_Id, _Known] = OrderedDict()  # longest unused first
@@ -171,8 +160,8 @@ class DiskFolder:
         if before is not None and before.mask != mask:
             _remove(self._path((self._own, key), before.mask))
         self._unlooked += size
-        self.counters.stored += 1
-        self.counters.bytes_written += written
+        self.stats.stored += 1
+        self.stats.bytes_written += written
         return True
 
     def get(self, key: bytes, mask: int, parts: Parts) -> bool:
@@ -182,7 +171,7 @@ class DiskFolder:
         try:
             read_entry(path, self.fingerprint, key, mask, parts)
         except BadEntry as exc:
-            self.counters.damaged += 1
+            self.stats.damaged += 1
             self._damage.say(f"the disk cache's file {path} is not used and removed: {exc}")
             _remove(path)
         except FileNotFoundError:  # another server needed the room
@@ -190,8 +179,8 @@ class DiskFolder:
         except OSError as exc:
             self._trouble.say(f"the disk cache cannot read {path}: {exc.strerror or exc}")
         else:
-            self.counters.loaded += 1
-            self.counters.bytes_read += HEADER_BYTES + sum(part.nbytes for part in parts)
+            self.stats.loaded += 1
+            self.stats.bytes_read += HEADER_BYTES + sum(part.nbytes for part in parts)
             self.touch(key)
             return True
         with self._lock:
@@ -237,7 +226,7 @@ class DiskFolder:
                 known = self._forget(entry)
             assert known is not None
             _remove(self._path(entry, known.mask))
-            self.counters.evicted += 1
+            self.stats.evicted += 1
 
     def _look_at_others(self) -> None:
         """Show that this server writes, and if others do, too, look what they wrote."""
@@ -266,7 +255,7 @@ class DiskFolder:
         return False
 
     def _pause(self, exc: OSError) -> None:
-        self.counters.failed += 1
+        self.stats.failed += 1
         self._paused_until = self._clock() + PAUSE_SECONDS
         self._trouble.say(
             f"the disk cache in {self.folder} is not written to for {PAUSE_SECONDS:.0f} seconds: "

@@ -12,12 +12,13 @@ import threading
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 
 from hetero.kv.disk_entry import Parts, groups_of, mask_of
-from hetero.kv.disk_folder import DiskCounters, DiskFolder
+from hetero.kv.disk_folder import DiskFolder
+from hetero.stats import DiskStats
 
 log = logging.getLogger(__name__)
 
@@ -27,6 +28,7 @@ SCAN_SECONDS = 2.0  # for which a start waits for the names of what is there; a 
 CLOSE_SECONDS = 10.0  # for what still waits to be written when the server stops
 WRITER_NICE, READER_NICE = 10, 5  # where threads have priorities: those that compute go first
 
+NO_MEMORY = (LookupError, OSError, MemoryError)  # a slot's memory cannot be had now
 PartsOf = Callable[[int, int], Parts]
 
 
@@ -75,7 +77,7 @@ class DiskTier:
 
     One thread writes, READERS read. Slots that were handed over must not change (`store`) or be looked
     at (`fetch`) until `poll` has said that they are done with. `parts_of(group, slot)` gives a slot's memory,
-    uint8 arrays, stage by stage.
+    uint8 arrays, stage by stage, or raises one of NO_MEMORY.
 
     Slots are read and written where they lay when it was asked for, whatever becomes of their stage: what was
     good then is stored, and what is fetched for a stage that was lost meanwhile is not in its new memory.
@@ -106,9 +108,9 @@ class DiskTier:
 
     # -- for the engine's thread ---------------------------------------------------------------------
 
-    @property
-    def counters(self) -> DiskCounters:
-        return self.folder.counters
+    def stats(self) -> DiskStats:
+        """A snapshot; for any thread."""
+        return replace(self.folder.stats, entries=self.folder.num_entries, bytes=self.folder.used_bytes)
 
     @property
     def num_pending(self) -> int:
@@ -135,7 +137,11 @@ class DiskTier:
         if not mask or not self.wants(key, mask):
             self.num_dropped += 1
             return False
-        parts = [part for g in groups_of(mask) for part in self.parts_of(g, slots[g])]
+        try:
+            parts = [part for g in groups_of(mask) for part in self.parts_of(g, slots[g])]
+        except NO_MEMORY:
+            self.num_dropped += 1
+            return False
         self._storing.add(key)
         self._stores.put(_Store(key, mask, parts, self._generation))
         return True
@@ -156,8 +162,13 @@ class DiskTier:
             self._report(Fetched(job.number, ()))
         for i, (key, slots) in enumerate(entries):
             held = self.mask(key)
-            parts = [part for g in groups_of(held) for part in self._target(g, slots.get(g))]
-            self._readers.submit(self._read, job, i, key, held, held & mask_of(slots), parts)
+            asked = held & mask_of(slots)
+            parts: list[np.ndarray] = []
+            try:
+                parts = [part for g in groups_of(held) for part in self._target(g, slots.get(g))]
+            except NO_MEMORY:
+                asked = 0
+            self._readers.submit(self._read, job, i, key, held, asked, parts)
         return job.number
 
     def _target(self, g: int, slot: int | None) -> Parts:

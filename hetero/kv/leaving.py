@@ -45,7 +45,7 @@ def spill(kv: KVManager, node: Node, g: int) -> bool:
     if not host.slots[g].num_slots or len(node.tokens) < kv.block_size or node.step_id >= kv.step_id:
         return False
     window = kv.groups[g].window
-    if window is not None and not _near_an_end(node, kv.span_blocks(window)):
+    if window is not None and not near_an_end(node, kv.span_blocks(window)):
         return False
     if host.costs.gain(kv.block_size, sum(host.block_bytes)) <= 0:
         host.costs.doubt()
@@ -61,8 +61,6 @@ def spill(kv: KVManager, node: Node, g: int) -> bool:
     pool.keep(slot, node)
     node.slots[g] = slot
     host.spill(g, block, slot)
-    if kv.below is not None:
-        kv.below.spilled(node)
     return True
 
 
@@ -121,7 +119,7 @@ def prune(kv: KVManager, node: Node) -> None:
         node = parent
 
 
-def _near_an_end(node: Node, num_blocks: int) -> bool:
+def near_an_end(node: Node, num_blocks: int) -> bool:
     """Whether within so many nodes the sequence ends or branches."""
     for _ in range(num_blocks):
         if len(node.children) != 1:

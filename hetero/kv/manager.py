@@ -183,16 +183,21 @@ class KVManager:
             if not self._pins[g, block]:
                 del self._pins[g, block]
 
-    def take_moves(self) -> tuple[list[BlockMove], list[BlockMove]]:
-        """Spills and loads of the step being scheduled, once all requests have their share of it."""
+    def take_moves(self, idle: bool) -> tuple[list[BlockMove], list[BlockMove]]:
+        """Spills and loads of the step being scheduled, once all requests have their share of it.
+
+        `idle`: no request is in it.
+        """
         if self.below is not None:
-            self.below.plan()
+            self.below.plan(idle)
         return self.host.take_moves()
 
-    def end_step(self, step: Step) -> None:
-        """A step has ended, well or not: what its copies and moves have pinned may go."""
+    def end_step(self, step: Step, good: bool) -> None:
+        """A step has ended: what its copies and moves have pinned may go. Not `good`: it failed."""
         self.unpin(step.copies, step.loads)
         self.host.unpin(step.spills, step.loads)
+        if self.below is not None:
+            self.below.ended(step, good)
 
     def blocks_come_free(self) -> bool:
         """Whether there are blocks that nothing but a step in flight still holds."""

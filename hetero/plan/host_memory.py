@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from backends.base import BLOCK_SIZE
 from hetero.config import OFF, format_size
@@ -11,6 +11,7 @@ from hetero.kv.groups import KVGroup
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.planner import SHARE, ModelFacts, Plan
 
+WRITTEN_BEHIND = 64  # blocks, beside a context that comes from the disk
 SPARE = 0.9  # of the free memory, the most that may be promised
 
 
@@ -49,13 +50,30 @@ def block_bytes(facts: ModelFacts, plan: Plan) -> tuple[int, ...]:
 
 
 def plan_host(
-    ram_cache: int, facts: ModelFacts, plan: Plan, choices: Sequence[DeviceChoice], free_bytes: int
+    ram_cache: int,
+    facts: ModelFacts,
+    plan: Plan,
+    choices: Sequence[DeviceChoice],
+    free_bytes: int,
+    disk: bool = False,
 ) -> HostPlan:
     """Slots for `ram_cache` bytes: 0 decides, OFF is none. `free_bytes` of main memory, before the stages.
 
     Decided: a quarter of what the stages leave, where some stage's pools are in a memory of their own. Those
     of CPUs are main memory already, and can as well be larger. Groups get slots in proportion to their pools.
+    A `disk` below needs slots in any case: then there is room for one context at least.
     """
+    host = _decide(ram_cache, facts, plan, choices, free_bytes)
+    if not disk or any(host.slots):
+        return host
+    longest = -(-plan.max_model_len // BLOCK_SIZE)
+    slots = tuple(min(group.num_blocks, longest) + WRITTEN_BEHIND for group in plan.groups)
+    return replace(host, slots=slots, why="for what is on its way to the disk, and back")
+
+
+def _decide(
+    ram_cache: int, facts: ModelFacts, plan: Plan, choices: Sequence[DeviceChoice], free_bytes: int
+) -> HostPlan:
     sizes = block_bytes(facts, plan)
     none = (0,) * len(sizes)
     used = [(stage, choices[stage.index]) for stage in plan.stages]

@@ -45,6 +45,19 @@ ATTENDED = (  # StageTotals.counters, the value of the label "way"
     ("attended_in_place", "in place"),
     ("attended_gathered", "gathered"),
 )
+DISK_GAUGES = (  # attributes of DiskStats
+    ("hetero_disk_cache_entries", "entries", "Blocks of context on the disk, of all models in the folder."),
+    ("hetero_disk_cache_bytes", "bytes", "What they take on the disk."),
+)
+DISK_COUNTERS = (
+    ("hetero_disk_cache_stored", "stored", "Blocks written to the disk."),
+    ("hetero_disk_cache_loaded", "loaded", "Blocks read from the disk."),
+    ("hetero_disk_cache_evicted", "evicted", "Blocks removed from the disk for others."),
+    ("hetero_disk_cache_damaged", "damaged", "Files on the disk that were not what they should be."),
+    ("hetero_disk_cache_failed", "failed", "Blocks that could not be written."),
+    ("hetero_disk_cache_written_bytes", "bytes_written", "Bytes written to the disk."),
+    ("hetero_disk_cache_read_bytes", "bytes_read", "Bytes read from the disk."),
+)
 HISTOGRAMS = (
     ("hetero_time_to_first_token_seconds", "ttft", "From a request's arrival to its first token."),
     ("hetero_inter_token_seconds", "inter_token", "Between two tokens of a request."),
@@ -71,6 +84,11 @@ class EngineCollector:
                 family.add_metric([str(index)], getattr(totals, attribute))
             yield family
         yield from self._stage_shares(stats)
+        if stats.disk is not None:
+            for name, attribute, text in DISK_GAUGES:
+                yield GaugeMetricFamily(name, text, value=getattr(stats.disk, attribute))
+            for name, attribute, text in DISK_COUNTERS:
+                yield CounterMetricFamily(name, text, value=getattr(stats.disk, attribute))
         blocks = GaugeMetricFamily("hetero_kv_blocks", "KV blocks of a group's pool.", labels=["group"])
         free = GaugeMetricFamily(
             "hetero_kv_blocks_free", "KV blocks that could be taken now.", labels=["group"]

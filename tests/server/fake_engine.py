@@ -14,6 +14,7 @@ from typing import Any
 
 from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
+from hetero.stats import DiskStats
 
 BOS, IM_START, IM_END = 256, 257, 258
 N_VOCAB = 260
@@ -189,6 +190,7 @@ class FakeEngine:
         )
         return SimpleNamespace(
             stages=[stage],
+            disk=DiskStats(entries=4, damaged=2),
             running=len(self.running), waiting=0, kv_blocks=[(32, 30), (8, 8)], prompt_tokens=5,
             generated_tokens=7, cached_tokens=3, preemptions=1, cancelled=self.cancelled,
             tokens_from={"device": 2, "host": 1, "computed": 2}, host_slots=[(64, 60), (8, 0)],

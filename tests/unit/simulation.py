@@ -6,13 +6,16 @@ import random
 from collections import deque
 from dataclasses import dataclass, field
 
+import numpy as np
 from fake_device import Device, extend_hash, first_hash, is_eos, next_token
+from fake_disk import FakeDiskTier, Files
 from simulated_below import SimulatedBelow
 from simulated_cases import Case, draw_case
 
 from hetero.admission import MAX_PREEMPTIONS
 from hetero.batch import Step, build
 from hetero.kv.costs import MIN_TOKENS
+from hetero.kv.disk_cache import DiskCache
 from hetero.kv.host_tier import HostTier
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request
@@ -74,7 +77,8 @@ class Outcome:
 class Simulation:
     """Runs a case to its end, checking every invariant after each operation."""
 
-    def __init__(self, case: Case, rng: random.Random):
+    def __init__(self, case: Case, rng: random.Random, files: Files | None = None):
+        """`files`: what is on a disk, where there is one."""
         self.case, self.rng = case, rng
         slots = case.host_slots or [0] * len(case.groups)
         host = HostTier(slots)
@@ -91,7 +95,12 @@ class Simulation:
             RandomDrafter(rng) if case.drafts else None,
         )
         self.device = Device(case.groups, case.block_size, slots)
-        self.below = SimulatedBelow(self.kv, self.device, rng) if case.below else None
+        self.disk: FakeDiskTier | None = None
+        if files is not None:
+            self.disk = FakeDiskTier(files, lambda g, slot: self.device.host[g][slot], self._filling, rng)
+            self.kv.below = DiskCache(self.kv, self.disk)
+        elif case.below:
+            self.kv.below = SimulatedBelow(self.kv, self.device, rng)
         self.flying: deque[tuple[Step, list[int], str]] = deque()
         self.todo = deque(zip(case.arrivals, case.requests, strict=True))
         self.accepted: list[Request] = []
@@ -102,7 +111,7 @@ class Simulation:
         self.empty = 0
 
     def run(self) -> Outcome:
-        while self.todo or self.scheduler.has_work or self.flying:
+        while self.todo or self.scheduler.has_work or self.flying or self._disk_is_busy():
             self._arrive()
             self._cancel()
             busy = len(self.flying) >= self.case.depth
@@ -114,6 +123,13 @@ class Simulation:
             assert self.now < 20_000, "it does not end"
         self._check_end()
         return self.out
+
+    def _filling(self) -> set[tuple[int, int]]:
+        """Groups and slots that steps in flight spill to."""
+        return {(move.group, move.slot) for step, _, _ in self.flying for move in step.spills}
+
+    def _disk_is_busy(self) -> bool:
+        return self.disk is not None and (self.disk.num_pending > 0 or self.scheduler.can_go_on)
 
     def check(self) -> None:
         self.scheduler.check_invariants(self.accepted)
@@ -128,8 +144,6 @@ class Simulation:
                 continue
             assert len(request.prompt_token_ids) < self.scheduler.max_model_len
             self.accepted.append(request)
-            if self.below is not None:
-                self.below.fetch(request)
             self.check()
 
     def _cancel(self) -> None:
@@ -149,7 +163,7 @@ class Simulation:
         step = self.scheduler.schedule()
         self.check()
         if step is None:
-            stuck = self.scheduler.has_work and not self.flying
+            stuck = self.scheduler.has_work and not self.flying and not (self.disk and self.disk.num_pending)
             self.empty = self.empty + 1 if stuck else 0
             assert self.empty <= 3, "work waits, nothing runs"
             return False
@@ -195,13 +209,13 @@ class Simulation:
                 going = guess == sampled[-1] and request.request_id not in finished
                 accepted[-1] += going
         if fate == "fails":
+            if self.rng.random() < 0.5:  # a stage is lost, and comes back with other memory
+                self.device.host = [np.zeros_like(slots) for slots in self.device.host]
             for slots in (*self.device.slots, *self.device.host):
                 slots[:] = 0  # whoever relies on anything from before the failure is caught
         # The scheduler itself must doubt the steps that were in flight behind one that failed.
         ended = self.scheduler.update(step, sampled, finished, accepted, failed=fate == "fails")
         self.out.accepted += sum(accepted)
-        if self.below is not None and fate == "fine":
-            self.below.step_ended(step.step_id)
         if fate != "fine":
             ids = {r.request_id for r in step.requests}
             assert {r.request_id for r in ended} == ids - self.broken
@@ -236,3 +250,24 @@ def simulate(seed: int) -> Outcome:
     """Run the world of `seed`; the same seed always gives the same run."""
     rng = random.Random(seed)
     return Simulation(draw_case(rng), rng).run()
+
+
+def simulate_lives(seed: int, lives: int = 2) -> list[Outcome]:
+    """The world of `seed` with little host memory, a disk below it, and everybody coming twice; again and
+    again, each time from the start but for what the disk has kept."""
+    files: Files = {}
+    outcomes = []
+    for life in range(lives):
+        rng = random.Random(seed)
+        case = draw_case(rng)
+        size = case.block_size
+        case.host_slots = [
+            rng.choice([2, case.max_model_len // size, group.num_blocks]) for group in case.groups
+        ]
+        case.move_seconds = min(case.move_seconds, 1)
+        for i, request in enumerate(list(case.requests)):
+            prompt, scope = request.prompt_token_ids, request.cache_scope
+            case.requests.append(Request(f"again{i}", prompt, request.params, cache_scope=scope))
+            case.arrivals.append(case.arrivals[-1] + rng.choice([1, 5, 20]))
+        outcomes.append(Simulation(case, random.Random(f"{seed} {life}"), files).run())
+    return outcomes

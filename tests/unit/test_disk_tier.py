@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 
 from hetero.kv import disk_folder, disk_tier
-from hetero.kv.disk_entry import chain_key, root_key
 from hetero.kv.disk_folder import DiskFolder
 from hetero.kv.disk_tier import DiskTier, Fetched, Stored
+from hetero.kv.prefix_tree import chain_key
 
 STAGES = (
     (96, 40),
@@ -25,7 +25,7 @@ MODEL = b"m" * 16
 
 
 def key_of(number: int) -> bytes:
-    return chain_key(root_key(""), [number])
+    return chain_key(bytes(16), [number])
 
 
 class Host:
@@ -105,7 +105,7 @@ def test_a_bad_file_among_good_ones_is_a_miss(tmp_path: Path) -> None:
     job = tier.fetch([(key_of(n), {0: 11 - n}) for n in range(6)])
     assert results(tier, 1) == [Fetched(job, (1, 0, 1, 0, 0, 1))]
     assert [tier.mask(key_of(n)) for n in range(6)] == [1, 0, 1, 0, 0, 1]
-    assert tier.counters.damaged == 2
+    assert tier.folder.stats.damaged == 2
     assert tier.store(key_of(1), {0: 1}) and results(tier, 1) == [Stored(key_of(1), True)]
     tier.close()
 

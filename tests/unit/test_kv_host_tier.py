@@ -6,6 +6,7 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+from simulated_below import Quiet
 
 from hetero.batch import Step
 from hetero.kv.below import copy_out, hold, insert, let_go, reserve
@@ -357,7 +358,7 @@ def test_keys_name_whole_prefixes() -> None:
         tree.key(dropped)
 
 
-class Listener:
+class Listener(Quiet):
     def __init__(self, kv: KVManager):
         self.kv, self.nodes, self.spills, self.todo = kv, [], 0, []
         kv.below = self
@@ -365,10 +366,10 @@ class Listener:
     def left(self, node: Node) -> None:
         self.nodes.append(node)
 
-    def spilled(self, node: Node) -> None:
-        self.spills += 1
+    def ended(self, step: Step, good: bool) -> None:
+        self.spills += good * len(step.spills)
 
-    def plan(self) -> None:
+    def plan(self, idle: bool) -> None:
         while self.todo:
             assert copy_out(self.kv, self.todo.pop())
 

@@ -1,0 +1,72 @@
+"""From the setting disk_cache to a tier that is ready to be used."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+
+from hetero.config import FolderLimit
+from hetero.kv.disk_cache import DiskCache
+from hetero.kv.disk_folder import DiskFolder
+from hetero.kv.disk_tier import DiskTier
+from hetero.kv.fingerprint import fingerprint
+from quant.gguf import GGUFFile
+
+if TYPE_CHECKING:
+    from hetero.kv.manager import KVManager
+
+log = logging.getLogger(__name__)
+
+
+class SlotsLike(Protocol):
+    """backends.base.HostMemoryView"""
+
+    def slot_bytes(self, group: int, /) -> int: ...
+
+    def view(self, group: int, slot: int, /) -> np.ndarray: ...
+
+
+class RunnerLike(Protocol):
+    @property
+    def host_memories(self) -> Sequence[SlotsLike | None]: ...
+
+    @property
+    def unavailable(self) -> str | None: ...
+
+
+class DiskCacheError(Exception):
+    """The folder cannot be used: one line for the user."""
+
+
+def open_folder(setting: FolderLimit, gguf: GGUFFile, layout: Iterable[str]) -> DiskFolder:
+    """The setting's folder, for a model whose KV lies as `layout` says. Raises DiskCacheError."""
+    try:
+        return DiskFolder(Path(setting.folder), setting.nbytes, fingerprint(gguf, layout))
+    except OSError as exc:
+        raise DiskCacheError(f"--disk-cache {setting.folder}: {exc.strerror or exc}") from None
+
+
+def open_disk(folder: DiskFolder, kv: KVManager, runner: RunnerLike) -> DiskCache:
+    """A cache in a folder for what `kv` has in the host memory of the runner's stages."""
+    if None in runner.host_memories:
+        log.warning("--disk-cache: no memory can be shared with a device's process, so nothing is kept")
+
+    def parts_of(group: int, slot: int) -> list[np.ndarray]:
+        parts = []
+        for memory in runner.host_memories:
+            if memory is None:
+                raise LookupError("a stage is lost, or its host memory is out of reach")
+            if memory.slot_bytes(group):
+                parts.append(memory.view(group, slot))
+        if (lost := runner.unavailable) is not None:  # it may be back already, and its slots empty
+            raise LookupError(lost)
+        return parts
+
+    return DiskCache(kv, DiskTier(folder, len(kv.groups), parts_of))
+
+
+__all__ = ["DiskCacheError", "SlotsLike", "open_disk", "open_folder"]

@@ -1,0 +1,130 @@
+"""Reported case m01: contexts on a disk, damaged in every way, under a server that must not care."""
+
+from __future__ import annotations
+
+import asyncio
+import random
+import time
+from pathlib import Path
+
+import pytest
+
+from hetero.kv.disk_entry import HEADER_BYTES, VERSION
+
+from .real import Oracle, RealClient, RealServer, read_until, real_server, scaled, talking_to
+from .test_cases_load import COMPLETIONS, WORDS, Job
+
+FLAGS = ("--kv-tokens", "2048", "--ctx", "1024", "--max-num-seqs", "8", "--ram-cache", "off")
+
+
+def prompts(oracle: Oracle, count: int, rng: random.Random, length: int) -> list[Job]:
+    jobs = []
+    for i in range(count):
+        text = f"Story {i} of {rng.randrange(10**6)}: {' '.join(rng.choices(WORDS, k=2 * length))}"
+        prompt = oracle.encode(text)[:length]
+        jobs.append(Job(prompt, 6, oracle(prompt, 6), ignore_eos=True))
+    return jobs
+
+
+def entries(folder: Path) -> list[Path]:
+    return sorted(path for path in folder.glob("*/??/*") if path.is_file())
+
+
+def damage(folder: Path, strangers: list[bytes]) -> set[Path]:
+    """Hurt three in four files, each in one of many ways. The paths of those that are not good any more."""
+    bad = set()
+    ways = ["flip", "cut", "zero", "empty", "stranger", "version", "fingerprint"]
+    for i, path in enumerate(entries(folder)):
+        if i % 4 == 3:
+            continue
+        data = bytearray(path.read_bytes())
+        way = ways[i // 4 * 3 % 7 if i % 4 == 0 else (i + i // 4) % 7]
+        if way == "flip":
+            data[i * 7919 % len(data)] ^= 1 << i % 8
+        elif way == "cut":
+            del data[i * 7919 % len(data) :]
+        elif way == "zero":
+            data = bytearray(len(data))
+        elif way == "empty":
+            data = bytearray()
+        elif way == "stranger":  # a good entry, of other tokens or another model
+            data = bytearray(strangers[i % len(strangers)])
+        elif way == "version":
+            data[8:12] = (VERSION + 1).to_bytes(4, "little")
+        else:
+            data[20] ^= 1
+        path.write_bytes(data)
+        bad.add(path)
+    return bad
+
+
+async def until_written(client: RealClient, folder: Path, count: int) -> None:
+    """Wait until so many blocks are on the disk."""
+    deadline = time.monotonic() + 30
+    while len(entries(folder)) < count:
+        assert time.monotonic() < deadline, f"{len(entries(folder))} of {count} files"
+        await asyncio.sleep(0.05)
+    await client.until_idle()
+
+
+async def with_neighbours(server: RealServer, client: RealClient, jobs: list[Job], others: list[Job]) -> None:
+    """All jobs at once, while streams of other prompts run; every answer is the oracle's."""
+    body = {"prompt": "Unrelated:", "max_tokens": 200, "ignore_eos": True, "stream": True, "temperature": 0}
+    async with client.session.post(f"{server.base}{COMPLETIONS}", json=body) as running:
+        await read_until(running, 2)
+        checks = [job.check(client, stream=i % 2 == 0) for i, job in enumerate(jobs + others)]
+        await asyncio.gather(*checks)
+
+
+async def ask_all(client: RealClient, jobs: list[Job]) -> list[int]:
+    """One after the other; how many tokens of each prompt were found."""
+    found = []
+    for job in jobs:
+        usage = await job.check(client, stream=False)
+        found.append(usage["prompt_tokens_details"]["cached_tokens"])
+    return found
+
+
+@pytest.mark.parametrize("model", ["smollm2", "gemma3"])
+async def test_m01_damaged_entries_are_misses(
+    model: str, tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
+    path = request.getfixturevalue(f"{model}_path")
+    oracle = request.getfixturevalue("oracle" if model == "smollm2" else "gemma3_oracle")
+    rng = random.Random(model)
+    length = scaled(100, 400) if model == "smollm2" else scaled(100, 700)
+    jobs = prompts(oracle, scaled(6, 20), rng, length)
+    neighbours = prompts(oracle, 4, rng, 80)
+    later = prompts(oracle, scaled(4, 50), rng, 60)
+    blocks = length // 16
+    cache = tmp_path / "cache"
+    flags = (*FLAGS, "--disk-cache", f"{cache}:1GiB")
+
+    (tmp_path / "first").mkdir()
+    with real_server(tmp_path / "first", path, *flags) as server:
+        async with talking_to(server) as client:
+            assert max(await ask_all(client, jobs)) < 16
+            await until_written(client, cache, blocks * len(jobs))
+    (tmp_path / "second").mkdir()
+    with real_server(tmp_path / "second", path, *flags) as server:  # all is found again
+        async with talking_to(server) as client:
+            assert min(await ask_all(client, jobs)) >= 16 * ((length - 1) // 16)
+    assert "WARNING" not in server.log, server.log
+
+    good = entries(cache)
+    strangers = [good[0].read_bytes(), good[-1].read_bytes()[:HEADER_BYTES], b"GGUF" + bytes(100)]
+    bad = damage(cache, strangers)
+    assert len(bad) > len(good) / 2
+    (tmp_path / "third").mkdir()
+    with real_server(tmp_path / "third", path, *flags) as server:
+        async with talking_to(server) as client:
+            await with_neighbours(server, client, jobs, neighbours)
+            await client.check_alive()
+            assert server.log.count("is not used and removed") == 1, server.log
+            await ask_all(client, later)
+            await until_written(client, cache, blocks * len(jobs))  # written anew
+            damage(cache, strangers)  # now under the running server
+            await with_neighbours(server, client, jobs, neighbours)
+            await ask_all(client, later + jobs)
+            metrics = await client.until_idle()
+            assert metrics["hetero_disk_cache_damaged_total"] > 0
