@@ -190,7 +190,7 @@ class FakeEngine:
         )
         return SimpleNamespace(
             stages=[stage],
-            disk=DiskStats(entries=4, damaged=2),
+            disk=DiskStats(entries=4, damaged=2), speculation=None,
             running=len(self.running), waiting=0, kv_blocks=[(32, 30), (8, 8)], prompt_tokens=5,
             generated_tokens=7, cached_tokens=3, preemptions=1, cancelled=self.cancelled,
             tokens_from={"device": 2, "host": 1, "computed": 2}, host_slots=[(64, 60), (8, 0)],
