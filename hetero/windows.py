@@ -17,6 +17,7 @@ import numpy as np
 from hetero.batch import Batch
 from hetero.config import OFF, Settings
 from hetero.kv.groups import KVGroup
+from hetero.kv_types import F16, KVTypes
 from hetero.launch import Prepared, prepare, require_fit
 from hetero.plan.planner import BLOCK_SIZE
 from hetero.text.tokenizer import Tokenizer
@@ -42,9 +43,12 @@ def limited(settings: Settings, ctx: int) -> Settings:
     )
 
 
-def prepare_model(settings: Settings, model: str, ctx: int) -> Prepared:
-    """A model that fits with one window in its cache. Raises LaunchError, WindowError."""
-    prepared = prepare(limited(replace(settings, model=model), ctx))
+def prepare_model(settings: Settings, model: str, ctx: int, kv_types: KVTypes = F16) -> Prepared:
+    """A model that fits with one window in its cache, whose format is not the settings' but `kv_types`.
+
+    Raises LaunchError, WindowError.
+    """
+    prepared = prepare(limited(replace(settings, model=model, kv_type=kv_types), ctx))
     limit = prepared.config.n_ctx_train
     if ctx > limit:
         raise WindowError(f"--ctx {ctx} is more than {prepared.model.path} was trained for: {limit}")

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -82,10 +82,7 @@ def quality(settings: Settings, wanted: Formats, bounds: Bounds, as_json: bool) 
 
 def prepare_formats(settings: Settings, wanted: Formats) -> list[Prepared]:
     """The model with an f16 KV cache, then with each of the formats. Raises LaunchError, WindowError."""
-    models = [
-        prepare_model(replace(settings, kv_type=types), wanted.model, wanted.ctx)
-        for types in (F16, *wanted.kv_types)
-    ]
+    models = [prepare_model(settings, wanted.model, wanted.ctx, types) for types in (F16, *wanted.kv_types)]
     check_memory(*models)
     return models
 

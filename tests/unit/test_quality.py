@@ -25,6 +25,7 @@ from backends.ggml.stage import GgmlStage
 from hetero import windows
 from hetero.commands import quality as command
 from hetero.config import Settings
+from hetero.kv_types import KVTypes
 from hetero.plan.devices import DeviceChoice
 from hetero.text.tokenizer import Tokenizer
 from quant.quality import Bounds, Comparison, Estimate, NotFiniteError, Summary
@@ -376,6 +377,12 @@ def test_bad_input_is_one_line(tmp_path: Path, text: Path):
 def test_bad_usage_is_exit_code_2(arguments: tuple[object, ...]):
     result = run(*arguments)
     assert (result.exit_code, result.stdout) == (2, "") and result.stderr
+
+
+def test_models_are_compared_in_f16_whatever_is_served(tmp_path: Path):
+    path = str(tiny_model(tmp_path / "tiny.gguf"))
+    prepared = windows.prepare_model(Settings(kv_type=KVTypes("fp8", "fp8")), path, 64)
+    assert prepared.plan.stages[0].kv_types == KVTypes("f16", "f16")
 
 
 def test_two_models_that_do_not_fit_together(tmp_path: Path, monkeypatch):
