@@ -118,7 +118,7 @@ def devices(as_json: bool, calibrate: bool, **given: Any) -> None:
 
 @main.command()
 @model_argument
-@settings_options(*ENGINE, "max_num_seqs")
+@settings_options(*ENGINE, "max_num_seqs", "disk_cache")
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,

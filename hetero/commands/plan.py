@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import Settings, format_size
+from hetero.config import FolderLimit, Settings, format_size
 from hetero.screen import loading
 
 if TYPE_CHECKING:
@@ -35,9 +35,9 @@ def plan(settings: Settings, as_json: bool, calibrate: bool | None) -> int:
     except LaunchError as exc:
         return fail(exc)
     if as_json:
-        print(json.dumps(as_table(prepared), indent=2, ensure_ascii=False))
+        print(json.dumps(as_table(prepared, settings.disk_cache), indent=2, ensure_ascii=False))
         return 0 if prepared.plan.fits else 1
-    _show(prepared)
+    _show(prepared, settings.disk_cache)
     try:
         require_fit(prepared)
     except LaunchError as exc:
@@ -45,7 +45,7 @@ def plan(settings: Settings, as_json: bool, calibrate: bool | None) -> int:
     return 0
 
 
-def as_table(prepared: Prepared) -> dict[str, Any]:
+def as_table(prepared: Prepared, disk: FolderLimit | None = None) -> dict[str, Any]:
     """The plan as --json prints it."""
     made = prepared.plan
     table = dataclasses.asdict(made)
@@ -64,11 +64,12 @@ def as_table(prepared: Prepared) -> dict[str, Any]:
             "nbytes": prepared.host.nbytes,
             "formats": dict(_host_tokens(prepared)),
         },
+        "disk": disk and {"nbytes": disk.nbytes, "formats": dict(_disk_tokens(prepared, disk))},
         "forecast": None if prepared.forecast is None else dataclasses.asdict(prepared.forecast),
     }
 
 
-def _show(prepared: Prepared) -> None:
+def _show(prepared: Prepared, disk: FolderLimit | None = None) -> None:
     made, view = prepared.plan, prepared.forecast
     print(f"model      {prepared.model.path}\n")
     header = ("device", "layers", "weights", "KV cache", "compute", "total", "free", "step")
@@ -79,7 +80,7 @@ def _show(prepared: Prepared) -> None:
     print()
     if view is not None:
         _show_speed(view)
-    _show_caches(prepared)
+    _show_caches(prepared, disk)
     print(f"context    {made.max_model_len}")
     if len(made.stages) > 1:
         for stage in made.stages:
@@ -90,7 +91,7 @@ def _show(prepared: Prepared) -> None:
         print(f"note       {note}")
 
 
-def _show_caches(prepared: Prepared) -> None:
+def _show_caches(prepared: Prepared, disk: FolderLimit | None) -> None:
     made, host = prepared.plan, prepared.host
     for group in made.groups:
         span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
@@ -105,6 +106,9 @@ def _show_caches(prepared: Prepared) -> None:
     if host.nbytes:
         in_others = ", ".join(f"{n} as {name}" for name, n in _host_tokens(prepared))
         print(f"           tokens in the same memory: {in_others}")
+    if disk:
+        in_each = ", ".join(f"{n} as {name}" for name, n in _disk_tokens(prepared, disk))
+        print(f"disk cache {disk}: tokens {in_each}")
 
 
 def _host_tokens(prepared: Prepared) -> list[tuple[str, int]]:
@@ -114,6 +118,20 @@ def _host_tokens(prepared: Prepared) -> list[tuple[str, int]]:
     pools = sum(stage.kv_bytes for stage in prepared.plan.stages)
     blocks = prepared.host.tokens // BLOCK_SIZE
     return [(one.name, blocks * pools // one.nbytes * BLOCK_SIZE) for one in prepared.plan.formats]
+
+
+def _disk_tokens(prepared: Prepared, disk: FolderLimit) -> list[tuple[str, int]]:
+    """(format, tokens that the disk cache would hold in it): a file for the block of each group."""
+    from hetero.kv.disk_entry import HEADER_BYTES
+    from hetero.kv.disk_folder import DISK_BLOCK
+    from hetero.plan.planner import BLOCK_SIZE
+
+    pools, block = sum(s.kv_bytes for s in prepared.plan.stages), sum(prepared.host.block_bytes)
+    found = []
+    for one in prepared.plan.formats:
+        size = -(-(HEADER_BYTES + block * one.nbytes // pools) // DISK_BLOCK) * DISK_BLOCK
+        found.append((one.name, disk.nbytes // size * BLOCK_SIZE))
+    return found
 
 
 def _row(stage: StagePlan, prepared: Prepared) -> tuple[str, ...]:

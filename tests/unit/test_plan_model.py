@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 
 from backends.ggml.models.config import read_config
 from hetero.commands import plan as command
-from hetero.config import Settings
+from hetero.config import FolderLimit, Settings
 from hetero.kv_types import KVTypes
 from hetero.launch import Prepared, _stage_specs
 from hetero.models import ResolvedModel
@@ -235,12 +235,18 @@ def test_formats_of_each_device_and_what_they_would_hold(tmp_path: Path, capsys:
     assert held["f16"] == 4096
     assert held["fp8"] / 4096 == pytest.approx(2 * dim / (dim + dim / 16), rel=0.01)  # q8_0 on the card
     assert {one.name: one.tokens for one in fp8.plan.formats}["fp8"] == 4096
-    command._show(fp8)
+    command._show(fp8, FolderLimit("folder", 1 << 30))
     out = capsys.readouterr().out
+    assert "disk cache folder:1.0 GiB: tokens " in out
     assert "KV format  fp8 and q8_0" in out and "4096 as fp8" in out
     assert "note       CUDA0: no kernels for an fp8 KV cache" in out
     table = json.loads(json.dumps(command.as_table(fp8)))
     assert table["stages"][1]["kv_types"] == {"keys": "q8_0", "values": "q8_0"}
+    disk = FolderLimit("folder", 1 << 30)
+    on_disk = command.as_table(fp8, disk)["disk"]["formats"]
+    block = sum(fp8.host.block_bytes)
+    assert on_disk["fp8"] == 16 * ((1 << 30) // (4096 * (block // 4096 + 1)))
+    assert 0.5 < on_disk["f16"] / on_disk["fp8"] < 0.65 and table["disk"] is None  # in whole pages
     in_ram = table["host"]["formats"]
     assert in_ram["fp8"] == table["host"]["tokens"] > 0
     assert in_ram["f16"] / in_ram["fp8"] == pytest.approx(67 / 128, rel=0.03)
