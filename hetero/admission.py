@@ -25,21 +25,38 @@ def check_prompt_fits(num_prompt_tokens: int, max_model_len: int) -> None:
 
 
 class Admission:
-    """Asked before a request is admitted. Remembers the last refusal, which need not be worked out again."""
+    """Asked before a request is admitted. Remembers the last refusal, which need not be worked out again.
+
+    After a preemption nobody is admitted until a request has ended, unless the worst case of all fits.
+    """
 
     def __init__(self, kv: KVManager, chunk: int, max_total_tokens: Callable[[Request], int]):
         """`chunk`: the most tokens of a step. `max_total_tokens`: the length at which a request ends."""
         self._kv, self._chunk, self._max_total_tokens = kv, chunk, max_total_tokens
         self._refused: tuple[str, int, list[int]] | None = None  # who lacked room, when, with how much
+        self._held = False
+
+    def may_come(self, running: Sequence[Request], request: Request, step_id: int) -> bool:
+        """Whether it is worth while to look what the request finds in the cache, and then for room."""
+        if not running:
+            return True  # alone it fits
+        if self._held or request.num_preemptions >= MAX_PREEMPTIONS:
+            return self._worst_case_fits(running, request)
+        return not self._still_refused(request, step_id)
+
+    def preempted(self) -> None:
+        """Take note that a request had to give its blocks back."""
+        self._held = True
+
+    def one_ended(self) -> None:
+        """Take note that a request has ended: there may be room for another."""
+        self._held, self._refused = False, None
 
     def refuse(self, request: Request, step_id: int) -> None:
         """Take note that the request lacked room in this step."""
         self._refused = (request.request_id, step_id, self._kv.available_blocks())
 
-    def forget_refusal(self) -> None:
-        self._refused = None
-
-    def still_refused(self, request: Request, step_id: int) -> bool:
+    def _still_refused(self, request: Request, step_id: int) -> bool:
         """Whether the request lacked room a few steps ago, and there is no more now.
 
         Spares the walk through the tree in each step; now and then the tree has grown.
@@ -52,7 +69,7 @@ class Admission:
             now <= then for now, then in zip(self._kv.available_blocks(), available, strict=True)
         )
 
-    def worst_case_fits(self, running: Sequence[Request], request: Request) -> bool:
+    def _worst_case_fits(self, running: Sequence[Request], request: Request) -> bool:
         """Whether all that runs and `request` can go to their ends without any preemption."""
         peaks = [self._kv.peak_blocks(self._max_total_tokens(r), self._chunk) for r in (*running, request)]
         usable = [pool.num_usable for pool in self._kv.pools]

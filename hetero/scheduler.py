@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from hetero import shares
-from hetero.admission import MAX_PREEMPTIONS, Admission, check_prompt_fits
+from hetero.admission import Admission, check_prompt_fits
 from hetero.batch import Step
 from hetero.drafts import Drafter, add_drafts
 from hetero.kv.manager import KVManager
@@ -26,10 +26,9 @@ class Scheduler:
     gets its chunk, so a prefill never stalls them.
 
     When the pool is full, the newest running request gives its blocks back and waits at the head
-    of the queue. A request only ever preempts newer ones; otherwise it waits where it is. After a
-    preemption nobody is admitted until a request has ended, unless the worst case of all fits.
-    After MAX_PREEMPTIONS, a request is admitted only when the worst case of all older ones and
-    itself fits: newer ones are preempted before it, so it is never preempted again.
+    of the queue. A request only ever preempts newer ones; otherwise it waits where it is. After
+    MAX_PREEMPTIONS, a request is admitted only when the worst case of all older ones and itself
+    fits: newer ones are preempted before it, so it is never preempted again.
 
     With P pipeline stages about P steps are in flight, each with its share of the running requests
     by cost. A request that waits for its next token is in one of them; the chunks of a prompt follow
@@ -69,7 +68,6 @@ class Scheduler:
         self._steps: dict[int, Step] = {}  # in flight
         self._doomed: set[int] = set()  # in flight behind a step that failed
         self._last_step_id = 0
-        self._admission_held = False
         self._admission = Admission(kv, max_num_batched_tokens, self.max_total_tokens)
 
     # -- requests ------------------------------------------------------------------------------
@@ -130,8 +128,7 @@ class Scheduler:
     def abort(self, request_id: str) -> Request | None:
         """End a request. Returns it when it ended at once; when it is in flight it ends with the
         update of its step (None). None also for an unknown id."""
-        request = self._requests.get(request_id)
-        if request is None:
+        if (request := self._requests.get(request_id)) is None:
             return None
         if request.in_flight:
             request.abort_requested = True
@@ -154,7 +151,10 @@ class Scheduler:
         self._last_step_id += 1
         step = Step(self._last_step_id)
         self.kv.begin_step(step.step_id)
-        most = self._token_budget()  # of the whole step: what is scheduled on the way must not shrink it
+        soon = itertools.islice(self._waiting, self.max_num_seqs - len(self._running))
+        here = itertools.chain(self._running, soon)
+        # of the whole step: what is scheduled on the way must not shrink it
+        most = shares.token_budget(here, self.max_num_batched_tokens, self.pipeline_depth)
         self._schedule_running(step, most)
         self._schedule_waiting(step, most)
         self._add_drafts(step)
@@ -173,13 +173,11 @@ class Scheduler:
         for request in ready:
             if request.status is not RequestStatus.RUNNING:
                 continue  # preempted for an older one in this very step
-            budget = most - step.num_tokens
+            budget, kept_blocks = most - step.num_tokens, 0
             if request.num_tokens - request.num_computed_tokens == 1:
                 streams -= 1
-                kept_blocks = 0
             else:
-                budget -= kept + streams
-                kept_blocks = streams
+                budget, kept_blocks = budget - kept - streams, streams
             if budget < 1:
                 continue
             count = self._claim(request, budget, step, kept_blocks)
@@ -197,7 +195,7 @@ class Scheduler:
             and step.num_tokens < most
         ):
             request = self._waiting[0]
-            if not self._may_admit(request):
+            if not self._admission.may_come(self._running, request, step.step_id):
                 break
             self.kv.match(request, load=False)
             if self._running and not self._admission.has_room(self._running, request):
@@ -221,12 +219,6 @@ class Scheduler:
         cost, and further chunks of prompts that are on their way already."""
         lost = {id(r) for step_id in self._doomed for r in self._steps[step_id].requests}
         return shares.micro_batch(self._running, lost, self.pipeline_depth)
-
-    def _token_budget(self) -> int:
-        soon = itertools.islice(self._waiting, self.max_num_seqs - len(self._running))
-        return shares.token_budget(
-            itertools.chain(self._running, soon), self.max_num_batched_tokens, self.pipeline_depth
-        )
 
     def _claim(self, request: Request, budget: int, step: Step, kept: int) -> int | None:
         """Reuse what is cached, then take blocks for up to `budget` further tokens, but leave `kept` free.
@@ -265,18 +257,11 @@ class Scheduler:
 
     # -- room ----------------------------------------------------------------------------------
 
-    def _may_admit(self, request: Request) -> bool:
-        if not self._running:
-            return True  # alone it fits
-        if self._admission_held or request.num_preemptions >= MAX_PREEMPTIONS:
-            return self._admission.worst_case_fits(self._running, request)
-        return not self._admission.still_refused(request, self._last_step_id)
-
     def _take_back(self, request: Request) -> None:
         """Undo the match of a request that is not admitted after all."""
         self.kv.release(request, cache=False)
         request.num_computed_tokens = 0
-        if request.num_preemptions == 0:
+        if not request.num_preemptions:
             request.forget_found()
 
     def _preempt_newer_than(self, request: Request, step: Step) -> bool:
@@ -291,7 +276,7 @@ class Scheduler:
         newest.num_preemptions += 1
         newest.status = RequestStatus.PREEMPTED
         self._waiting.appendleft(newest)
-        self._admission_held = True
+        self._admission.preempted()
         self.counters.preemptions += 1
         step.preempted_ids.append(newest.request_id)
         return True
@@ -394,8 +379,7 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._arrival.pop(request.request_id, None)  # it may have waited outside of the queue
-        self._admission_held = False
-        self._admission.forget_refusal()
+        self._admission.one_ended()
         self.counters.finished[reason] += 1
         self.counters.count_found(request)
 
