@@ -318,7 +318,8 @@ def open_stages(prepared: Prepared, settings: Settings, progress: ProgressCallba
     """The stages of the plan, weights and KV pools in place. Raises LaunchError, and leaves nothing open."""
     from hetero.pipeline.opening import StageOpener
 
-    opener = StageOpener(prepared.model.path, prepared.gguf, prepared.config, settings.isolate)
+    share = settings.disk_cache is not None  # what goes to the disk has to be seen from here
+    opener = StageOpener(prepared.model.path, prepared.gguf, prepared.config, settings.isolate, share)
     depth = settings.pipeline_depth or len(prepared.plan.stages)
     specs = _stage_specs(prepared, settings, depth)
     count = _counter(prepared, progress)

@@ -1,4 +1,4 @@
-"""Contexts that left the pools for host memory go on as if they had never left, whatever the stages are."""
+"""Contexts that left the pools go on as if they had never left, whatever the stages are."""
 
 from __future__ import annotations
 
@@ -8,9 +8,12 @@ from typing import Any
 
 import numpy as np
 import pytest
+from engine import answers as run
 from engine.answers import BASE, answers
 from tiny_models import tiny_model
 
+from hetero import launch
+from hetero.config import FolderLimit
 from hetero.kv.costs import MoveCosts
 from hetero.plan import devices
 
@@ -31,6 +34,17 @@ def always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(MoveCosts, "observe", lambda *_: None)
 
 
+def contexts(count: int) -> list[list[int]]:
+    """Every second one begins like the others."""
+    rng = np.random.default_rng(2)
+    shared = rng.integers(3, 300, 40).tolist()
+    own = [rng.integers(3, 300, int(rng.integers(60, 130))).tolist() for _ in range(count)]
+    return [(shared if i % 2 else []) + ids for i, ids in enumerate(own)]
+
+
+SMALL = dataclasses.replace(BASE, kv_tokens=512, ctx=192, max_num_batched_tokens=64, max_num_seqs=2, **ONE)
+
+
 @pytest.mark.parametrize(
     ("model", "stages"),
     [(LLAMA, ONE), (WINDOWS, ONE), (WINDOWS, TWO), (WINDOWS, TWO | {"isolate": "all"})],
@@ -38,14 +52,26 @@ def always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 )
 def test_the_same_text_as_alone(model: dict[str, Any], stages: dict[str, Any], tmp_path: Path) -> None:
     """Ten contexts, two at a time, through pools with room for four, three times."""
-    path, rng = tiny_model(tmp_path / "m.gguf", seed=5, **model), np.random.default_rng(2)
-    shared = rng.integers(3, 300, 40).tolist()
-    own = [rng.integers(3, 300, int(rng.integers(60, 130))).tolist() for _ in range(10)]
-    prompts = [(shared if i % 2 else []) + ids for i, ids in enumerate(own)]
-    small = dataclasses.replace(BASE, kv_tokens=512, ctx=192, max_num_batched_tokens=64, **ONE)
-    alone, _ = answers(path, small, prompts, 1, tokens=TOKENS)
-    tiered = dataclasses.replace(small, ram_cache=64 << 20, **stages)
+    path, prompts = tiny_model(tmp_path / "m.gguf", seed=5, **model), contexts(10)
+    alone, _ = answers(path, SMALL, prompts, 1, tokens=TOKENS)
+    tiered = dataclasses.replace(SMALL, ram_cache=64 << 20, **stages)
     got, stats = answers(path, tiered, prompts, 2, tokens=TOKENS, rounds=3)
     assert got == alone
     moves = stats.moves
     assert min(moves.spilled_blocks, moves.loaded_blocks) > 50 and stats.tokens_from["host"] > 1000
+
+
+def test_from_the_disk_to_stages_in_processes_of_their_own(tmp_path: Path) -> None:
+    """The slots of two processes make one file, and its bytes go back to both after a restart."""
+    path, prompts = tiny_model(tmp_path / "m.gguf", seed=5, **WINDOWS), contexts(6)
+    alone, _ = answers(path, SMALL, prompts, 1, tokens=TOKENS)
+    disk = FolderLimit(str(tmp_path / "cache"), 1 << 30)
+    settings = dataclasses.replace(SMALL, model=str(path), disk_cache=disk, isolate="all", **TWO)
+    for round_ in range(2):
+        engine = launch.load(launch.prepare(settings), settings, lambda *_: None)[0]._engine
+        try:
+            assert run._run(engine, prompts, 2, TOKENS) == alone
+            engine.write_behind(30)
+            assert (engine.stats().tokens_from.get("disk", 0) > 300) == (round_ == 1)
+        finally:
+            engine.close()
