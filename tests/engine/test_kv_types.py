@@ -114,10 +114,10 @@ def test_heads_that_a_format_cannot_hold_are_named(tmp_path: Path):
 @pytest.mark.parametrize("kv_type", ["fp8", "q8_0", "k=q8_0,v=fp8"])
 def test_greedy_text_is_the_same_in_company_and_from_a_warm_cache(path: Path, kv_type: str):
     settings = dataclasses.replace(BASE, kv_type=parse_kv_types(kv_type), kv_tokens=2048, ctx=512, threads=1)
-    prompts = make_prompts(path, 12, 150)
-    alone, _ = answers(path, settings, prompts, 1)
+    prompts = make_prompts(path, 10, 120)
+    alone, _ = answers(path, settings, prompts, 1, tokens=20)
     chunked = dataclasses.replace(settings, max_num_batched_tokens=32)
-    assert answers(path, chunked, prompts, 8)[0] == alone
-    out, stats = answers(path, settings, prompts, 4, rounds=2)
+    assert answers(path, chunked, prompts, 8, tokens=20)[0] == alone
+    out, stats = answers(path, settings, prompts, 4, rounds=2, tokens=20)
     assert out == alone
     assert stats.cached_tokens > sum(map(len, prompts)) // 2
