@@ -67,9 +67,9 @@ def encode_rows(values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
         a scale for each channel too    6.1 %, 5.2e-3  4.7 %, 3.3e-3    1.8 %   1.8 %
         (q8_0                           1.6 %, 4.1e-4  1.4 %, 3.9e-4    0.5 %   0.5 %)
 
-    `hetero quality` over SmolLM2-135M with its weights in F32 (1,024 tokens, context 512): mean KL 1.8e-3, the
-    same likeliest token at 98.2 %; with the weights as they are, Q4_1, 5.2e-3 and 95.3 %, but q8_0 then has
-    3.5e-3 and 97.3 % too: there activations are rounded to 8 bits, and any small change gives other roundings.
+    `hetero quality` of SmolLM2-135M with its weights made F32 (1,024 tokens, context 512): mean KL 1.8e-3,
+    the same likeliest token at 98.2 %. With its weights as they are, Q4_1: 5.2e-3 and 95.3 %, but q8_0 then
+    has 3.5e-3 and 97.3 % too. There activations are rounded to 8 bits, and any small change gives others.
 
     Few large channels carry the scores: a scale that puts the largest on a code gains most. The mean key
     would be one of the whole text, which is not known when the first key is stored.
