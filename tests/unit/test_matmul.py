@@ -252,7 +252,9 @@ for type_id in (8, 3, 13, 14, 20, 23, 39, 1, 30):
 def level_bytes(level: str) -> bytes:
     """The products of some matrices on a CPU level, in a process of its own."""
     command = [sys.executable, "-c", _CHECK_LEVEL, str(Path(__file__).parent.parent)]
-    environment = {**os.environ, "HETERO_CPU_LEVEL": level}
+    environment = dict(os.environ)
+    if level != available_levels()[0]:  # whose kernels the other tests have compiled
+        environment["HETERO_CPU_LEVEL"] = level
     return subprocess.run(command, env=environment, capture_output=True, check=True).stdout
 
 
