@@ -16,28 +16,17 @@ from pathlib import Path
 from typing import Any
 
 from hetero.kv_types import F16, KVTypes, parse_kv_types
+from hetero.spec_setting import parse_spec
 
 CONFIG_FILE = "hetero.toml"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
 ISOLATION = ("auto", "all", "off")
-SPECULATION = ("off", "ngram", "store")
 SCOPES = ("shared", "key")
 MAX_STEP_DRAFTS = 64  # guessed tokens in a step; each wants a row of logits
 OFF = -1  # a size that was switched off
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
 _SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
-
-# Folders and builds, read where they are needed; not settings of the server.
-ENVIRONMENT = {
-    "HETERO_CACHE_DIR": "Folder of compiled kernels and measured times. Default: `hetero` in the user's "
-    "cache folder.",
-    "HETERO_MODELS": "Folder of models known by name. Default: `hetero/models` in the user's data folder.",
-    "HETERO_GGML_LIBS": "Folder of another ggml build to load in place of the one in llama-cpp-python.",
-    "HETERO_WORKER_SECRET": "Secret that `hetero worker` and its servers share. Default: the file "
-    "`hetero/worker-secret` in the user's data folder.",
-    "HETERO_CPU_LEVEL": "Use the kernels of a lesser CPU than this one: avx_vnni, avx2 or generic.",
-}
 
 
 class SettingError(ValueError):
@@ -57,7 +46,7 @@ class FolderLimit:
 
 def setting(default: Any, help: str, *, kind: str, low: int = 0, high: int = 1 << 62, **extra: Any) -> Any:
     """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path, choice,
-    kv_types or folder_limit.
+    kv_types, folder_limit or spec.
     """
     meta = {"help": help, "kind": kind, "low": low, "high": high, **extra}
     return field(default=default, metadata=meta)
@@ -154,10 +143,17 @@ class Settings:
     spec: str = setting(
         "store",
         "Guess tokens ahead and verify them in the same step, which changes no answer: from what the request "
-        "itself repeats (ngram), also from what was served before (store), or not at all (off). How many "
-        "guesses are computed is decided from step to step by what they cost and how often they are right.",
-        kind="choice",
-        choices=SPECULATION,
+        "itself repeats (ngram), also from what was served before (store), or not at all (off). Where these "
+        "have no guess, a small model with the same vocabulary can make one (draft:MODEL, which comes after "
+        "store, or ngram,draft:MODEL). How many guesses are made and computed is decided from step to step "
+        "by what they cost and how often they are right.",
+        kind="spec",
+    )
+    spec_device: str | None = setting(
+        None,
+        "Device of the draft model, as --device has it. Without one: the model's own graphics card, if it "
+        "has room, else the CPU.",
+        kind="str",
     )
     spec_tokens: int = setting(
         16, "Tokens that are guessed ahead at most.", kind="int", low=1, high=MAX_STEP_DRAFTS
@@ -210,6 +206,16 @@ class Settings:
     def draft_rows(self) -> int:
         """Rows of logits that guesses need in a step."""
         return 0 if self.spec == "off" else MAX_STEP_DRAFTS
+
+    @property
+    def spec_ngrams(self) -> str:
+        """What --spec says without the draft model."""
+        return parse_spec(self.spec).ngrams
+
+    @property
+    def spec_draft(self) -> str | None:
+        """The draft model of --spec."""
+        return parse_spec(self.spec).draft
 
 
 SPECS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
@@ -271,6 +277,8 @@ def load(
         sources[name] = origin
     if values["kv_tokens"] and values["kv_memory"]:
         raise SettingError("--kv-tokens and --kv-memory size the same cache: set one of them")
+    if values["spec_device"] and not parse_spec(values["spec"]).draft:
+        raise SettingError("--spec-device: there is no draft model for it; --spec draft:MODEL names one")
     return Loaded(Settings(**values), sources)
 
 
@@ -322,6 +330,8 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         return parse_kv_types(raw)
     if kind == "folder_limit":
         return _folder_limit(raw, meta["low"])
+    if kind == "spec":
+        parse_spec(raw)
     if kind == "choice" and raw not in meta["choices"]:
         raise ValueError(f"{raw!r} is not one of {', '.join(meta['choices'])}")
     return str(Path(raw).expanduser()) if kind == "path" else raw
@@ -353,7 +363,7 @@ def describe(loaded: Loaded) -> list[tuple[str, str, str]]:
     for name, spec in SPECS.items():
         value = getattr(loaded.settings, name)
         secret = spec.metadata.get("secret") and value
-        text = f"{len(value)} set" if secret else _show(spec, value)
+        text = f"{len(value)} set" if secret else show_value(spec, value)
         rows.append((name, text, loaded.sources[name]))
     return rows
 
@@ -367,7 +377,8 @@ def format_size(nbytes: float) -> str:
     return f"{nbytes:.1f} TiB"
 
 
-def _show(spec: dataclasses.Field[Any], value: Any) -> str:
+def show_value(spec: dataclasses.Field[Any], value: Any) -> str:
+    """A setting's value for people."""
     if value is None or value == ():
         return "-"
     if isinstance(value, tuple):
@@ -377,35 +388,7 @@ def _show(spec: dataclasses.Field[Any], value: Any) -> str:
     return format_size(value) if spec.metadata["kind"] == "size" and value else str(value)
 
 
-def render_docs() -> str:
-    """docs/config.md, from the fields of Settings."""
-    lines = [
-        "# Settings",
-        "",
-        "Generated by `make docs` from `hetero/config.py`; do not edit.",
-        "",
-        "A setting is taken from the command line, else from its `HETERO_*` variable, else from",
-        "`hetero.toml` (in the current folder, else in the user's configuration folder, or the file given",
-        "with `--config`), else it has its default. `hetero serve --print-config` shows each with its",
-        "source. In `hetero.toml` a setting has the name of its variable in lower case without the prefix",
-        '(`kv_memory = "2GiB"`), and a list is a TOML list; in a variable the members of a list are',
-        "separated by commas. Sizes are bytes or numbers with K, M, G or T (powers of 1024).",
-        "",
-        "| flag | variable | default | meaning |",
-        "|---|---|---|---|",
-    ]
-    for name, spec in SPECS.items():
-        text = spec.metadata["help"]
-        if spec.metadata["kind"] == "list":
-            text += " May be repeated."
-        if spec.metadata["kind"] == "choice":
-            text += " One of " + ", ".join(spec.metadata["choices"]) + "."
-        default = _show(spec, spec.default)
-        lines.append(f"| `{flag_name(name)}` | `HETERO_{name.upper()}` | {default} | {text} |")
-    lines += ["", "Variables that are not settings of the server:", "", "| variable | meaning |", "|---|---|"]
-    lines += [f"| `{name}` | {text} |" for name, text in ENVIRONMENT.items()]
-    return "\n".join(lines) + "\n"
-
-
 if __name__ == "__main__":
+    from hetero.config_docs import render_docs
+
     print(render_docs(), end="")

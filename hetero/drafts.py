@@ -26,6 +26,10 @@ class Drafter(Protocol):
         at most `room` in all, behind the `num_tokens` tokens that the step has without them."""
         ...
 
+    def read(self, requests: Sequence[Request], num_tokens: int, /) -> None:
+        """A step computes `num_tokens` tokens of these requests' prompts, and nobody is due."""
+        ...
+
 
 def add_drafts(
     step: Step, kv: KVManager, drafter: Drafter, limits: Sequence[int], room: int, spare_blocks: int
@@ -35,6 +39,8 @@ def add_drafts(
     `limits[i]`: tokens that `step.requests[i]` may still get before its last one. `room`: tokens in all.
     `spare_blocks` of each pool are left to others; where blocks are short, so are the drafts.
     """
+    if step.requests and not any(step.sampled):
+        drafter.read(step.requests, step.num_tokens)
     due = [i for i, sampled in enumerate(step.sampled) if sampled and limits[i] > 0]
     if not due or room < 1:
         return

@@ -6,7 +6,7 @@ nothing large is read. `load` then does the slow part. `launch` is both.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,19 +20,21 @@ from backends.ggml.models.config import ModelError as ConfigError
 from hetero.config import Settings
 from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
+from hetero.plan.draft import DraftPlan, main_memory_bytes, plan_draft
 from hetero.plan.facts import count_parameters, quantization
 from hetero.plan.forecast import Forecast
 from hetero.plan.host import free_memory
 from hetero.plan.host_memory import HostPlan, explain_short, plan_host
-from hetero.plan.make import MISSING, PlanError, plan_model
+from hetero.plan.make import MISSING, PlanError, Planned, plan_model
 from hetero.plan.planner import BLOCK_SIZE, ModelFacts, Plan, StagePlan, explain_shortage
-from hetero.screen import Placement, ProgressCallback
+from hetero.screen import Placement, ProgressCallback, showing_compilation
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 
 if TYPE_CHECKING:
     from backends.cpu.observe import ObservingStage
     from backends.ggml.stage import StageSpec
     from hetero.async_engine import AsyncEngine, ModelInfo
+    from hetero.draft_model import DraftModel
     from hetero.kv.disk_folder import DiskFolder
     from hetero.pipeline.runner import Runner
     from hetero.plan.calibrate import OpenStage
@@ -58,6 +60,7 @@ class Prepared:
     plan: Plan
     forecast: Forecast | None
     host: HostPlan
+    draft: DraftPlan | None = None
 
     @property
     def choice(self) -> devices.DeviceChoice:
@@ -84,12 +87,22 @@ def prepare(
         model = resolve(settings.model)
         gguf = open_gguf(model.path)
         config = read_config(gguf)
-        choices = devices.choose(settings.device, settings.threads, list_devices())
+        there = list_devices()
+        choices = devices.choose(settings.device, settings.threads, there)
         opener = _opener(model.path, gguf, config, settings)
-        planned = plan_model(gguf, config, choices, settings, opener, progress, measure)
+
+        def plan_on(choices: Sequence[devices.DeviceChoice]) -> Planned:
+            return plan_model(gguf, config, choices, settings, opener, progress, measure)
+
+        draft, free = None, free_memory()
+        if settings.spec_draft is None:
+            planned = plan_on(choices)
+        else:
+            draft, choices, planned = plan_draft(settings, gguf, choices, there, plan_on)
+            free -= main_memory_bytes(draft)
     facts, plan = planned.facts, planned.plan
-    host = plan_host(settings.ram_cache, facts, plan, choices, free_memory(), settings.disk_cache is not None)
-    return Prepared(model, gguf, config, choices, facts, plan, planned.forecast, host)
+    host = plan_host(settings.ram_cache, facts, plan, choices, free, settings.disk_cache is not None)
+    return Prepared(model, gguf, config, choices, facts, plan, planned.forecast, host, draft)
 
 
 def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tuple[str, DeviceTimes]]:
@@ -167,7 +180,7 @@ def load(
     from hetero.text.tokenizer import Tokenizer
 
     plan, disk = prepared.plan, _disk_folder(prepared, settings)
-    with _showing_compilation(progress) as show:
+    with showing_compilation(progress) as show:
         try:
             tokenizer = Tokenizer(prepared.model.path)
         except ValueError as exc:  # its vocabulary is missing or of an unknown kind
@@ -180,11 +193,15 @@ def load(
         sampler.warmup()
         show("running the model once", 0.95)
         runner = Runner(stages, settings.pipeline_depth)
+        draft = None if prepared.draft is None else _open_draft(prepared.draft)
         # OpenMP keeps a team of workers for every living thread that has computed, and with two teams
         # lets threads sleep at each barrier (a step of one token: 6 ms instead of 2). So the warm-up
         # has a thread of its own, which is gone before the engine's starts.
         with ThreadPoolExecutor(1) as once:
             once.submit(_run_once, runner, len(plan.groups)).result()
+            if draft is not None and speculation is not None:
+                once.submit(_warm_up, draft[0]).result()
+                speculation.draft_with(draft[0])
         show("ready", 1.0)
     host = HostTier(prepared.host.slots, prepared.host.block_bytes)
     kv = KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host)
@@ -199,7 +216,10 @@ def load(
     )
     engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE, speculation=speculation)
     info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
-    places = tuple(_placement(planned, stage) for planned, stage in zip(plan.stages, stages, strict=True))
+    placed = [(planned.what, planned, stage) for planned, stage in zip(plan.stages, stages, strict=True)]
+    if draft is not None and prepared.draft is not None:
+        placed.append((f"draft model {prepared.draft.model.name}", prepared.draft.stage, draft[1]))
+    places = tuple(_placement(*place) for place in placed)
     grammars, by_client = GrammarCompiler(tokenizer), settings.cache_scope == "key"
     return AsyncEngine(engine, tokenizer, template, grammars, info, by_client), places
 
@@ -251,7 +271,7 @@ def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallba
     import backends.cpu.jit  # noqa: F401  first of all numba code, as in load
     from hetero.pipeline.runner import Runner
 
-    with _showing_compilation(progress) as show:
+    with showing_compilation(progress) as show:
         runner = Runner(open_stages(prepared, settings, show))
         _run_once(runner, len(prepared.plan.groups))
     return runner
@@ -266,34 +286,11 @@ def open_observer(
     from backends.ggml.devices import open_device
     from hetero.pipeline.runner import Runner
 
-    with _showing_compilation(progress) as show, _device_errors():
+    with showing_compilation(progress) as show, _device_errors():
         (spec,) = _stage_specs(prepared, settings, 1)
         device, count = open_device(prepared.choice.spec), _counter(prepared, show)
         stage = ObservingStage(prepared.gguf, prepared.config, device, spec, count)
     return Runner([stage]), stage
-
-
-@contextmanager
-def _showing_compilation(progress: ProgressCallback) -> Iterator[ProgressCallback]:
-    """Hands phases on, and says so whenever numba compiles instead of loading what it compiled before."""
-    from numba.core import event
-
-    done = 0.0
-
-    def show(text: str, fraction: float) -> None:
-        nonlocal done
-        done = fraction
-        progress(text, fraction)
-
-    class Compiling(event.Listener):
-        def on_start(self, event: object) -> None:
-            progress("compiling kernels for this CPU (first start only)", done)
-
-        def on_end(self, event: object) -> None:
-            pass
-
-    with event.install_listener("numba:run_pass", Compiling()):
-        yield show
 
 
 def _chat_template(settings: Settings, gguf: GGUFFile, tokenizer: Tokenizer) -> ChatTemplate | None:
@@ -388,10 +385,23 @@ def _run_once(runner: Runner, num_groups: int) -> None:
         raise LaunchError(f"the first step failed: {exc}") from exc
 
 
-def _placement(planned: StagePlan, stage: StageBackend) -> Placement:
-    held, (first, last) = stage.memory(), planned.layers
-    layers = f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
-    return Placement(planned.device, layers, held["weights"], held["kv"], held["compute"])
+def _open_draft(draft: DraftPlan) -> tuple[DraftModel, StageBackend]:
+    from hetero.pipeline.draft import open_draft
+
+    with _device_errors():
+        return open_draft(draft)
+
+
+def _warm_up(model: DraftModel) -> None:
+    try:
+        model.warm_up()
+    except Exception as exc:  # whatever a device can say
+        raise LaunchError(f"the draft model's first step failed: {exc}") from exc
+
+
+def _placement(what: str, planned: StagePlan, stage: StageBackend) -> Placement:
+    held = stage.memory()
+    return Placement(planned.device, what, held["weights"], held["kv"], held["compute"])
 
 
 def _model_info(prepared: Prepared, settings: Settings, n_ctx: int, has_template: bool) -> ModelInfo:

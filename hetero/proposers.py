@@ -93,15 +93,16 @@ class StoreSpeculation(Speculation):
         if self._seeding is not None:
             self._seeding.join()
         self.store.close()
+        super().close()
 
 
 def open_speculation(
     settings: Settings, tokenizer: EncoderLike, gguf: GGUFFile, n_vocab: int, few_shapes: bool = False
 ) -> Speculation | None:
     """What `--spec` asks for; None when that is nothing. `few_shapes`: see Policy. Raises ProposersError."""
-    if settings.spec == "off":
+    if settings.spec_ngrams == "off":
         return None
-    if settings.spec == "ngram":
+    if settings.spec_ngrams == "ngram":
         return NgramSpeculation(settings.spec_tokens, few_shapes)
     path = None if settings.spec_store is None else Path(settings.spec_store)
     if path is not None and not path.parent.is_dir():

@@ -248,7 +248,7 @@ class Scheduler:
 
     def _add_drafts(self, step: Step) -> None:
         """Once all have their share: a guess must not take anybody's tokens or blocks."""
-        if self.drafter is None or not any(step.sampled):
+        if self.drafter is None:
             return
         limits = [self.max_total_tokens(r) - r.num_tokens - 1 for r in step.requests]
         room = self.max_num_batched_tokens - step.num_tokens

@@ -176,3 +176,26 @@ def _plain_progress(stream: TextIO) -> Iterator[ProgressCallback]:
             last = text
 
     yield show
+
+
+@contextmanager
+def showing_compilation(progress: ProgressCallback) -> Iterator[ProgressCallback]:
+    """Hands phases on, and says so whenever numba compiles instead of loading what it compiled before."""
+    from numba.core import event
+
+    done = 0.0
+
+    def show(text: str, fraction: float) -> None:
+        nonlocal done
+        done = fraction
+        progress(text, fraction)
+
+    class Compiling(event.Listener):
+        def on_start(self, event: object) -> None:
+            progress("compiling kernels for this CPU (first start only)", done)
+
+        def on_end(self, event: object) -> None:
+            pass
+
+    with event.install_listener("numba:run_pass", Compiling()):
+        yield show

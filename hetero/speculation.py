@@ -6,6 +6,8 @@ from collections.abc import Callable, Sequence
 
 from hetero.batch import Step
 from hetero.config import MAX_STEP_DRAFTS
+from hetero.draft_model import DraftModel
+from hetero.drafting import NAME, Drafting
 from hetero.request import Request
 from hetero.stats import SpeculationStats
 from spec.base import Draft, Proposer
@@ -26,6 +28,10 @@ class _Guessed:
         self.best = 0  # the proposer of `draft`
         self.draft = Draft([], 0)
 
+    def believe(self, proposer: int, draft: Draft) -> None:
+        self.best, self.draft = proposer, draft
+        self.acceptance.propose(proposer, draft)
+
 
 class Speculation:
     """The scheduler's drafter. The engine tells it of requests, of what steps gave and of what they took.
@@ -43,7 +49,15 @@ class Speculation:
         self._acceptance = Acceptance(len(self._names))
         self._policy = Policy(few_shapes)
         self._requests: dict[str, _Guessed] = {}
+        self._drafting: Drafting | None = None
         self.stats = SpeculationStats.of(self._names, max_tokens)
+
+    def draft_with(self, model: DraftModel) -> None:
+        """Have a draft model guess where nothing better is known. Before there are requests."""
+        self._names += (NAME,)
+        self._acceptance = Acceptance(len(self._names))
+        self._drafting = Drafting(model, len(self._names) - 1, self._max_tokens, self._policy)
+        self.stats = SpeculationStats.of(self._names, self._max_tokens)
 
     def add(self, request: Request) -> None:
         self._requests[request.request_id] = _Guessed(RequestAcceptance(self._acceptance))
@@ -51,6 +65,8 @@ class Speculation:
     def remove(self, request: Request) -> None:
         """The request has ended."""
         self._requests.pop(request.request_id, None)
+        if self._drafting is not None:
+            self._drafting.model.remove(request)
 
     def draft(
         self, due: Sequence[Request], limits: Sequence[int], num_tokens: int, room: int, /
@@ -58,10 +74,22 @@ class Speculation:
         """See drafts.Drafter."""
         found = [self._propose(request) for request in due]
         chances = [g.acceptance.chances(limit) for g, limit in zip(found, limits, strict=True)]
-        counts = self._policy.choose(chances, min(room, MAX_STEP_DRAFTS))
+        room = min(room, MAX_STEP_DRAFTS)
+        if self._drafting is not None:
+            acceptance = [g.acceptance for g in found]
+            drafts = self._drafting.guess(due, limits, acceptance, chances, num_tokens, room)
+            for i, draft in drafts.items():
+                found[i].believe(len(self._names) - 1, draft)
+                chances[i] = acceptance[i].chances(limits[i])
+        counts = self._policy.choose(chances, room)
         for count in counts:
             self.stats.chosen.observe(count)
         return [g.draft.token_ids[:count] for g, count in zip(found, counts, strict=True)]
+
+    def read(self, requests: Sequence[Request], num_tokens: int, /) -> None:
+        """See drafts.Drafter."""
+        if self._drafting is not None:
+            self._drafting.read(requests, num_tokens)
 
     def _propose(self, request: Request) -> _Guessed:
         guessed = self._requests[request.request_id]
@@ -75,8 +103,7 @@ class Speculation:
             draft = proposer.propose(self._max_tokens)
             if draft.match_length > best.match_length:
                 best, guessed.best = draft, index
-        guessed.draft = best
-        guessed.acceptance.propose(guessed.best, best)
+        guessed.believe(guessed.best, best)
         return guessed
 
     def observe(self, step: Step, token_ids: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:
@@ -98,17 +125,24 @@ class Speculation:
     def observe_seconds(self, step: Step, seconds: float) -> None:
         """What a step took. Only steps without prompts say what a token more costs."""
         drafted = sum(map(len, step.drafts))
-        if step.requests and step.num_tokens == len(step.requests) + drafted and all(step.sampled):
+        decodes = step.num_tokens == len(step.requests) + drafted and all(step.sampled)
+        if self._drafting is not None:
+            seconds = self._drafting.take_seconds(seconds, 0 if decodes else step.num_tokens)
+        if step.requests and decodes:
             self._policy.cost.observe(step.num_tokens, seconds)
 
     def close(self) -> None:
         """Nothing is guessed any more."""
+        if self._drafting is not None:
+            self._drafting.model.close()
 
     def check_invariants(self, known: Sequence[Request]) -> None:
         """Raise AssertionError unless counts add up. `known`: the requests that have not ended."""
         assert set(self._requests) == {r.request_id for r in known}
         self._acceptance.check_invariants()
         self._policy.cost.check_invariants()
+        if self._drafting is not None:
+            self._drafting.check_invariants()
         for guessed in self._requests.values():
             guessed.acceptance.check_invariants()
         for name, drafted in self.stats.drafted.items():

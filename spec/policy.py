@@ -158,9 +158,13 @@ class RequestAcceptance:
 
         Ends where that falls below UNLIKELY.
         """
-        factor, count = self._hits / self._expected, min(limit, len(self._draft.token_ids))
-        chance, chances = 1.0, []
-        for rate in self._shared.rates(self._proposer, self._draft.match_length, count):
+        count = min(limit, len(self._draft.token_ids))
+        return self.foresee(self._proposer, self._draft.match_length, count)
+
+    def foresee(self, proposer: int, match_length: int, count: int) -> list[float]:
+        """The same of `count` guesses that a proposer may make at such a match."""
+        factor, chance, chances = self._hits / self._expected, 1.0, []
+        for rate in self._shared.rates(proposer, match_length, count):
             chance *= min(MOST_LIKELY, rate * factor)
             if chance < UNLIKELY:
                 break
@@ -204,19 +208,28 @@ class Policy:
 
         `chances` has the requests that get a token in the step, as of RequestAcceptance.chances.
         """
+        counts = self.best(chances, room)
+        if not any(counts):
+            return counts
+        gain = sum(sum(each[:count]) for each, count in zip(chances, counts, strict=True))
+        size, width = len(chances), sum(counts)
+        alone, together = self.cost.estimate(size, width + 1)[[0, -1]]
+        if (size + gain) / together < MARGIN * size / alone:
+            self._declined += gain >= LIKELY
+            if self._declined < RETRY:
+                return [0] * size
+        self._declined = 0
+        return counts
+
+    def best(self, chances: Sequence[Sequence[float]], room: int) -> list[int]:
+        """The same where every gain counts, and at least one guess is computed if there is any."""
         ranked = sorted(((c, i) for i, each in enumerate(chances) for c in each), reverse=True)[:room]
         counts = [0] * len(chances)
         if not ranked:
             return counts
         gains = np.cumsum([0.0, *(chance for chance, _ in ranked)])
         rates = (len(chances) + gains) / self.cost.estimate(len(chances), len(gains))
-        best = int(np.argmax(rates[1:])) + 1
-        if rates[best] < MARGIN * rates[0]:
-            self._declined += gains[best] >= LIKELY
-            if self._declined < RETRY:
-                return counts
-        self._declined = 0
-        for _, i in ranked[:best]:
+        for _, i in ranked[: int(np.argmax(rates[1:])) + 1]:
             counts[i] += 1
         if self._few_shapes:
             return [(1 << (1 + n).bit_length() - 1) - 1 for n in counts]

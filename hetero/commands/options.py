@@ -35,6 +35,7 @@ METAVARS = {
     "counts": "N,N",
     "folder_limit": "DIR:SIZE",
     "kv_types": "TYPE",
+    "spec": "off|ngram|store|draft:MODEL",
 }
 SERVER = tuple(name for name in SPECS if name not in (*ENGINE, "model"))
 

@@ -77,14 +77,14 @@ def _decide(
     sizes = block_bytes(facts, plan)
     none = (0,) * len(sizes)
     used = [(stage, choices[stage.index]) for stage in plan.stages]
-    left = free_bytes - sum(stage.total_bytes for stage, choice in used if _in_main_memory(choice))
+    left = free_bytes - sum(stage.total_bytes for stage, choice in used if in_main_memory(choice))
     if ram_cache == OFF:
         return HostPlan(none, sizes, "--ram-cache off")
     if ram_cache:
         slots = _slots(ram_cache, plan.groups, sizes)
         short = max(0, ram_cache - int(SPARE * max(0, left)))
         return HostPlan(slots, sizes, f"--ram-cache {format_size(ram_cache)}", short)
-    if all(_in_main_memory(choice) or choice.spec.worker for _, choice in used):
+    if all(in_main_memory(choice) or choice.spec.worker for _, choice in used):
         return HostPlan(none, sizes, "the pools are in main memory already; --ram-cache SIZE adds to them")
     share = int(SHARE * max(0, left))
     return HostPlan(_slots(share, plan.groups, sizes), sizes, "a quarter of the main memory that is left")
@@ -95,7 +95,7 @@ def _slots(nbytes: int, groups: Sequence[KVGroup], sizes: Sequence[int]) -> tupl
     return tuple(nbytes * group.num_blocks // pools for group in groups)
 
 
-def _in_main_memory(choice: DeviceChoice) -> bool:
+def in_main_memory(choice: DeviceChoice) -> bool:
     """Whether the device's pools are in this machine's main memory."""
     return choice.device.kind in ("cpu", "igpu") and not (choice.spec.endpoint or choice.spec.worker)
 

@@ -72,7 +72,7 @@ def plan_model(
     subject = _subject(gguf, config, settings, open_stage)
     times = _times(subject, facts, choices, progress, measure)
     labels = _labels(choices)
-    places = [_place(choice, label) for choice, label in zip(choices, labels, strict=True)]
+    places = [place_of(choice, label) for choice, label in zip(choices, labels, strict=True)]
     if times is None:
         made = Planned(make_plan(facts, places, [(0, 0, facts.n_layer)], limits), facts, None)
     else:
@@ -178,7 +178,8 @@ def _labels(choices: Sequence[DeviceChoice]) -> list[str]:
     ]
 
 
-def _place(choice: DeviceChoice, label: str) -> Place:
+def place_of(choice: DeviceChoice, label: str) -> Place:
+    """A device as the planner sees it."""
     device, spec = choice.device, choice.spec
     machine = spec.endpoint or spec.worker
     memory = "main memory" if device.kind in ("cpu", "igpu") else device.device_id
@@ -191,4 +192,4 @@ def _place(choice: DeviceChoice, label: str) -> Place:
     )
 
 
-__all__ = ["AGAIN", "GUESSED", "MISSING", "PlanError", "Planned", "calibrate_model", "plan_model"]
+__all__ = ["AGAIN", "GUESSED", "MISSING", "PlanError", "Planned", "calibrate_model", "place_of", "plan_model"]

@@ -44,6 +44,12 @@ class StagePlan:
     def total_bytes(self) -> int:
         return self.weight_bytes + self.kv_bytes + self.compute_bytes
 
+    @property
+    def what(self) -> str:
+        """The layers, for people."""
+        first, last = self.layers
+        return f"layers {first} to {last - 1}" if last - first > 1 else f"layer {first}"
+
 
 @dataclass(frozen=True, slots=True)
 class Shortage:

@@ -46,6 +46,9 @@ class RandomDrafter:
     def draft(self, due, limits, num_tokens, room):
         return [self._guess(r, self.rng.randint(0, 6)) for r in due]
 
+    def read(self, requests, num_tokens):
+        assert requests and num_tokens > 0
+
     def _guess(self, request: Request, count: int) -> list[int]:
         h, guess = first_hash(request.cache_scope), []
         for token in request.token_ids(0, request.num_tokens):

@@ -9,6 +9,7 @@ import pytest
 from backends import kv_format
 from hetero import config
 from hetero.config import SPECS, FolderLimit, SettingError, load, parse_size
+from hetero.config_docs import render_docs
 from hetero.kv_types import KV_TYPES, KVTypes, parse_kv_types, parse_several
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -176,7 +177,7 @@ def test_every_setting_is_documented():
     for name, spec in SPECS.items():
         assert spec.metadata["help"].endswith("."), name
         assert f"`HETERO_{name.upper()}`" in page, name
-    assert page == config.render_docs(), "run `make docs`"
+    assert page == render_docs(), "run `make docs`"
 
 
 def test_settings_are_used():
