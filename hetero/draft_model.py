@@ -230,7 +230,7 @@ class DraftModel:
             self._runner.submit(build(step, len(self.kv.groups), self.kv.block_size, only_argmax=True))
             result = self._runner.wait()
         finally:
-            self.kv.end_step(step)
+            self.kv.end_step(step, good=True)  # after a failure all is forgotten
         assert result is not None, "without a timeout there is a result"
         if result.error is not None or result.logits is None:
             raise result.error or RuntimeError("no logits came back")
