@@ -119,7 +119,7 @@ class OutputDelta:
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
-    timings: Timings | None = None  # in the last delta of a request that was computed
+    timings: Timings | None = None  # in the last delta
 
 
 class RequestError(ValueError):
