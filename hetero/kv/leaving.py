@@ -120,9 +120,12 @@ def prune(kv: KVManager, node: Node) -> None:
 
 
 def near_an_end(node: Node, num_blocks: int) -> bool:
-    """Whether within so many nodes the sequence ends or branches."""
+    """Whether within so many nodes a sequence or a prompt ends, or the tree branches."""
     for _ in range(num_blocks):
-        if len(node.children) != 1:
+        if node.is_end or len(node.children) != 1:
             return True
-        (node,) = node.children.values()
+        (child,) = node.children.values()
+        if len(child.tokens) < len(node.tokens):  # a tail
+            return True
+        node = child
     return False

@@ -307,10 +307,13 @@ class KVManager:
         if not self.tree.attached(cursor.node):
             cursor.node, cursor.depth = cursor.root, 0
         size = self.block_size
+        prompt = (len(request.prompt_token_ids) - 1) // size  # from there it may be asked again
+        cursor.node.is_end |= 0 < cursor.depth == prompt
         for i in range(cursor.depth, num_tokens // size):
             tokens = tuple(request.token_ids(i * size, (i + 1) * size))
             cursor.node = self._enter(cursor.node, tokens, request, i, self._step_id)
             cursor.depth, cursor.tail = i + 1, 0
+            cursor.node.is_end |= i + 1 == prompt
         prune(self, cursor.node)
 
     def _enter(self, parent: Node, tokens: tuple[int, ...], request: Request, i: int, step_id: int) -> Node:

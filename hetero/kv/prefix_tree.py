@@ -17,16 +17,20 @@ class Node:
     `tokens` has block_size ids, or fewer in a tail, which has no children. `blocks[g]` is the
     block of KV group g, None where the device no longer holds these tokens, `slots[g]` likewise the
     slot in host memory. `step_id` is the step that fills the newest of `blocks`: until it has been
-    submitted they must not be copied. `below`: it came from a tier below host memory.
+    submitted they must not be copied. `below`: it came from a tier below host memory. `is_end`:
+    a prompt ended behind it, and may come again.
     """
 
-    __slots__ = ("below", "blocks", "chain_key", "children", "keys", "parent", "slots", "step_id", "tokens")
+    __slots__ = (
+        "below", "blocks", "chain_key", "children", "is_end", "keys", "parent", "slots", "step_id", "tokens"
+    )  # fmt: skip
 
     def __init__(self, tokens: Tokens, blocks: list[int | None], parent: Node | None, step_id: int):
         self.tokens = tokens
         self.blocks = blocks
         self.slots: list[int | None] = [None] * len(blocks)
         self.below = False
+        self.is_end = False
         self.chain_key: bytes | None = None  # see PrefixTree.key
         self.parent = parent  # None in a root and once dropped
         self.step_id = step_id

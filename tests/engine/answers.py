@@ -38,7 +38,8 @@ def answers(
         assert all(free == total for total, free in stats.kv_blocks), "blocks leaked"
         return out, stats
     finally:
-        engine.runner.close()
+        engine.write_behind(10)
+        engine.close()
 
 
 def _run(engine, prompts: list[list[int]], batch: int, tokens: int) -> list[list[int]]:

@@ -11,7 +11,7 @@ import pytest
 
 from hetero.kv.disk_entry import HEADER_BYTES, VERSION
 
-from .real import Oracle, RealClient, RealServer, read_until, real_server, scaled, talking_to
+from .real import FULL, Oracle, RealClient, RealServer, read_until, real_server, scaled, talking_to
 from .test_cases_load import COMPLETIONS, WORDS, Job
 
 FLAGS = ("--kv-tokens", "2048", "--ctx", "1024", "--max-num-seqs", "8", "--ram-cache", "off")
@@ -105,11 +105,14 @@ async def test_m01_damaged_entries_are_misses(
         async with talking_to(server) as client:
             assert max(await ask_all(client, jobs)) < 16
             await until_written(client, cache, blocks * len(jobs))
-    (tmp_path / "second").mkdir()
-    with real_server(tmp_path / "second", path, *flags) as server:  # all is found again
-        async with talking_to(server) as client:
-            assert min(await ask_all(client, jobs)) >= 16 * ((length - 1) // 16)
-    assert "WARNING" not in server.log, server.log
+    if FULL or model == "smollm2":
+        (tmp_path / "second").mkdir()
+        with real_server(tmp_path / "second", path, *flags) as server:
+            async with talking_to(server) as client:
+                assert min(await ask_all(client, jobs)) >= 16 * ((length - 1) // 16), (
+                    "not all was found again"
+                )
+        assert "WARNING" not in server.log, server.log
 
     good = entries(cache)
     strangers = [good[0].read_bytes(), good[-1].read_bytes()[:HEADER_BYTES], b"GGUF" + bytes(100)]
