@@ -94,7 +94,9 @@ def main() -> None:
                     path, path.stem, Formats(str(path), tuple(kv_types), args.text, args.tokens, ctx)
                 )
             if args.exact:
-                short = Formats(str(path), tuple(kv_types), args.text, args.tokens // 3, EXACT_CTX)
+                short = Formats(
+                    str(path), tuple(kv_types), args.text, max(EXACT_CTX, args.tokens // 3), EXACT_CTX
+                )
                 rows += other_program(path, short) + exactly(path, Path(folder), short)
     tried = scalings_of(models[0]) if args.exact else []
     sizes = {path.stem: bytes_per_token(path, kv_types) for path in models}
@@ -288,9 +290,8 @@ NOTES = """\
 
 - With quantized weights, activations are rounded to 8 bits before each product. A change of the KV cache,
   however small, lets some of them fall to the other side, and that shows in every layer behind it. Two
-  programs that are both right differ in the same way: the rows "f16, ggml's operators" compare the same
-  model, f16 cache and all, on ggml's operators with our kernels. The tables with float32 weights show what
-  the formats alone cost.
+  programs that are both right differ in the same way, as where the same model, f16 cache and all, runs on
+  ggml's operators (rows "f16, ggml's operators"). What the formats alone cost, float32 weights show.
 - Keys are what fp8 costs: scores go through an exponential, and a number of 3 mantissa bits is up to 6 %
   off whatever its scale. q8_0 is off by up to 0.4 % of the largest of 32 values. `k=q8_0,v=fp8` therefore
   loses hardly more than q8_0, and takes 1 to 2 % more memory than fp8.
