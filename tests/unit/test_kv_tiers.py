@@ -91,4 +91,4 @@ class TierMachine(RuleBasedStateMachine):
 
 
 TestTiers = TierMachine.TestCase
-TestTiers.settings = settings(max_examples=40, stateful_step_count=30, deadline=None)
+TestTiers.settings = settings(max_examples=150, stateful_step_count=30, deadline=None)

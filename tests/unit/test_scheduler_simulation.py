@@ -13,7 +13,7 @@ from simulation import Outcome, simulate
 
 from hetero.request import FinishReason
 
-SEEDS = 20_000 if FULL else 2000
+SEEDS = 20_000 if FULL else 1500
 SEEDS_PER_TEST = SEEDS // 10
 totals: Counter[str] = Counter()
 
