@@ -43,7 +43,7 @@ bench-attention: $(STAMP)
 
 # Writes docs/quality.md: what the formats of the KV cache cost. Goes on where it was stopped.
 quality-kv: $(STAMP)
-	$(BIN)/python tests/bench/kv_quality.py $(ARGS)
+	$(BIN)/python tests/bench/kv_quality.py --exact $(ARGS)
 
 # Memory and load time against the size of the file.
 bench-memory: $(STAMP)

@@ -51,8 +51,8 @@ def test_measure():
 def test_the_attention_benchmark_attends_to_its_pools(monkeypatch):
     """All values are the same number, so their average is that; `nbytes` is keys and values of each token."""
     monkeypatch.setattr("attention.CACHE_BYTES", 1 << 17)
-    decode = Decode(heads=6, kv_heads=2, dim=32, sequences=3, context=70, threads=2)
-    assert decode.layers == 3 and decode.nbytes == 2 * 2 * 3 * 70 * 2 * 32
+    decode = Decode((6, 2, 32), ("f16", "f16"), sequences=3, context=70, threads=2)
+    assert decode.layers == 3 and decode.nbytes == 2 * 2 * 3 * 80 * 2 * 32  # whole blocks
     decode.out[:] = 0
     assert decode.seconds() > 0
     assert decode.out == pytest.approx(np.full((3, 6, 32), float(ORDINARY)), rel=1e-5)
