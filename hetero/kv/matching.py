@@ -33,6 +33,13 @@ class _Path:
         self.absent: list[list[int]] = [[] for _ in range(num_groups)]
         self.idle: list[list[int]] = [[] for _ in range(num_groups)]
 
+    def loads_more_than(self, nbytes: int, block_bytes: Sequence[int]) -> bool:
+        """Whether it has a length of use beyond what is on the device, and so much to load."""
+        firsts = [absent[0] for absent in self.absent if absent]
+        if not firsts or not self.usable or self.usable[-1] <= min(firsts):
+            return False
+        return sum(len(a) * size for a, size in zip(self.absent, block_bytes, strict=True)) > nbytes
+
 
 def match(kv: KVManager, cursor: _Cursor, load: bool, kept: int) -> int:
     """Adopt nodes that continue the request; see KVManager.match."""
@@ -48,10 +55,12 @@ def match(kv: KVManager, cursor: _Cursor, load: bool, kept: int) -> int:
 
 
 def _walk(kv: KVManager, cursor: _Cursor, load: bool) -> _Path:
+    """The path, as far as it can be adopted; no further than a step can load, if it is of use up to there."""
     request, size = cursor.request, kv.block_size
     first = request.num_computed_tokens // size
     path = _Path(first, len(kv.groups))
     held = list(cursor.held)  # where the unbroken run of blocks and slots up to here begins
+    full = [g for g, group in enumerate(kv.groups) if group.window is None]
     node = cursor.node
     for i in range(first, (request.num_tokens - 1) // size):
         child = node.children.get(tuple(request.token_ids(i * size, (i + 1) * size)))
@@ -68,6 +77,10 @@ def _walk(kv: KVManager, cursor: _Cursor, load: bool) -> _Path:
         path.nodes.append(child)
         if kv.covers(held, (i + 1) * size):
             path.usable.append(i + 1 - first)
+        elif any(held[g] > i for g in full):
+            break  # nothing behind a hole in these is of use
+        if path.loads_more_than(kv.host.load_bytes_left, kv.host.block_bytes):
+            break
         node = child
     return path
 
