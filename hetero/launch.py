@@ -198,10 +198,9 @@ def load(
         # lets threads sleep at each barrier (a step of one token: 6 ms instead of 2). So the warm-up
         # has a thread of its own, which is gone before the engine's starts.
         with ThreadPoolExecutor(1) as once:
-            once.submit(_run_once, runner, len(plan.groups)).result()
-            if draft is not None and speculation is not None:
-                once.submit(_warm_up, draft[0]).result()
-                speculation.draft_with(draft[0])
+            once.submit(_run_once, runner, len(plan.groups), draft and draft[0]).result()
+        if draft is not None and speculation is not None:
+            speculation.draft_with(draft[0])
         show("ready", 1.0)
     host = HostTier(prepared.host.slots, prepared.host.block_bytes)
     kv = KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host)
@@ -255,12 +254,9 @@ def _disk_folder(prepared: Prepared, settings: Settings) -> DiskFolder | None:
 
 
 def _attended_in_place(prepared: Prepared, depth: int) -> int:
-    """Requests that may run for each to be attended where it lies; 0 where that makes no difference."""
-    from backends.ggml.attention_layout import MAX_VIEWS
+    from hetero.pipeline.opening import attended_in_place
 
-    used = [prepared.choices[stage.index] for stage in prepared.plan.stages]
-    gathers = not all(choice.own_kernels for choice in used)
-    return MAX_VIEWS * depth if gathers else 0
+    return attended_in_place([prepared.choices[stage.index] for stage in prepared.plan.stages], depth)
 
 
 def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> Runner:
@@ -302,10 +298,7 @@ def _chat_template(settings: Settings, gguf: GGUFFile, tokenizer: Tokenizer) -> 
         source = Path(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
         raise LaunchError(f"--chat-template {settings.chat_template}: {exc}") from None
-    bos, eos = (
-        "" if token is None else tokenizer.token_text(token) for token in (tokenizer.bos_id, tokenizer.eos_id)
-    )
-    template = ChatTemplate(source, bos, eos, control_pattern=tokenizer.control_pattern)
+    template = ChatTemplate.of(source, tokenizer)
     if template.error:
         raise LaunchError(f"--chat-template {settings.chat_template}: {template.error}")
     return template
@@ -376,11 +369,13 @@ def _device_errors() -> Iterator[None]:
         raise LaunchError(str(exc)) from exc
 
 
-def _run_once(runner: Runner, num_groups: int) -> None:
+def _run_once(runner: Runner, num_groups: int, draft: DraftModel | None = None) -> None:
     from hetero.pipeline.opening import run_once
 
     try:
         run_once(runner, num_groups)
+        if draft is not None:
+            draft.warm_up()
     except Exception as exc:  # whatever a device can say
         raise LaunchError(f"the first step failed: {exc}") from exc
 
@@ -390,13 +385,6 @@ def _open_draft(draft: DraftPlan) -> tuple[DraftModel, StageBackend]:
 
     with _device_errors():
         return open_draft(draft)
-
-
-def _warm_up(model: DraftModel) -> None:
-    try:
-        model.warm_up()
-    except Exception as exc:  # whatever a device can say
-        raise LaunchError(f"the draft model's first step failed: {exc}") from exc
 
 
 def _placement(what: str, planned: StagePlan, stage: StageBackend) -> Placement:

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 from backends.base import BLOCK_SIZE, StageBackend
-from backends.ggml.attention_layout import MAX_VIEWS
 from hetero.draft_model import DraftModel
 from hetero.kv.manager import KVManager
-from hetero.pipeline.opening import StageOpener, stage_spec
+from hetero.pipeline.opening import StageOpener, attended_in_place, stage_spec
 from hetero.pipeline.runner import Runner
 from hetero.plan.draft import DraftPlan
 
@@ -26,5 +25,5 @@ def open_draft(draft: DraftPlan) -> tuple[DraftModel, StageBackend]:
     )
     opener = StageOpener(draft.model.path, draft.gguf, draft.config, settings.isolate)
     stage = opener.keep_open(draft.choice, spec)
-    kv = KVManager(plan.groups, BLOCK_SIZE, 0 if draft.choice.own_kernels else MAX_VIEWS)
+    kv = KVManager(plan.groups, BLOCK_SIZE, attended_in_place([draft.choice]))
     return DraftModel(Runner([stage]), kv, tokens, rows, plan.max_model_len), stage

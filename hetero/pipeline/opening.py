@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from backends.base import StageBackend
+from backends.ggml.attention_layout import MAX_VIEWS
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import GgmlStage, StageSpec
 from hetero.batch import Batch
@@ -119,6 +120,12 @@ def stage_spec(
     )
 
 
+def attended_in_place(choices: Sequence[DeviceChoice], depth: int = 1) -> int:
+    """Requests that may run on these devices for each to be attended where it lies; 0 where that makes no
+    difference. `depth`: steps in flight."""
+    return 0 if all(choice.own_kernels for choice in choices) else MAX_VIEWS * depth
+
+
 def run_once(runner: Runner, num_groups: int) -> None:
     """Compute a chunk and a single token in the scratch block: what is slow once is then done.
 
@@ -143,4 +150,4 @@ def run_once(runner: Runner, num_groups: int) -> None:
             raise result.error
 
 
-__all__ = ["StageOpener", "run_once", "stage_spec"]
+__all__ = ["StageOpener", "attended_in_place", "run_once", "stage_spec"]

@@ -70,6 +70,11 @@ class ChatTemplate:
             if not {"<|im_start|>", "<|im_end|>"} <= tokenizer.control_texts.keys():
                 return None
             source = CHATML
+        return cls.of(source, tokenizer)
+
+    @classmethod
+    def of(cls, source: str, tokenizer: Tokenizer) -> ChatTemplate:
+        """A template for a model's tokens."""
         bos, eos = (
             "" if token_id is None else tokenizer.token_text(token_id)
             for token_id in (tokenizer.bos_id, tokenizer.eos_id)
