@@ -118,7 +118,7 @@ def devices(as_json: bool, calibrate: bool, **given: Any) -> None:
 
 @main.command()
 @model_argument
-@settings_options(*ENGINE, "max_num_seqs", "disk_cache")
+@settings_options(*ENGINE, "max_num_seqs", "disk_cache", "spec", "spec_device")
 @click.option(
     "--calibrate/--no-calibrate",
     default=None,

@@ -20,7 +20,7 @@ from backends.ggml.models.config import ModelError as ConfigError
 from hetero.config import Settings
 from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
-from hetero.plan.draft import DraftPlan, main_memory_bytes, plan_draft
+from hetero.plan.draft import DraftPlan, main_memory_bytes, plan_with_draft
 from hetero.plan.facts import count_parameters, quantization
 from hetero.plan.forecast import Forecast
 from hetero.plan.host import free_memory
@@ -94,13 +94,9 @@ def prepare(
         def plan_on(choices: Sequence[devices.DeviceChoice]) -> Planned:
             return plan_model(gguf, config, choices, settings, opener, progress, measure)
 
-        draft, free = None, free_memory()
-        if settings.spec_draft is None:
-            planned = plan_on(choices)
-        else:
-            draft, choices, planned = plan_draft(settings, gguf, choices, there, plan_on)
-            free -= main_memory_bytes(draft)
+        draft, choices, planned = plan_with_draft(settings, gguf, choices, there, plan_on)
     facts, plan = planned.facts, planned.plan
+    free = free_memory() - main_memory_bytes(draft)
     host = plan_host(settings.ram_cache, facts, plan, choices, free, settings.disk_cache is not None)
     return Prepared(model, gguf, config, choices, facts, plan, planned.forecast, host, draft)
 
@@ -173,6 +169,7 @@ def load(
     from hetero.kv.host_tier import HostTier
     from hetero.kv.manager import KVManager
     from hetero.kv.open_disk import open_disk
+    from hetero.pipeline.draft import open_draft
     from hetero.pipeline.runner import Runner
     from hetero.sampling.sampler import Sampler
     from hetero.scheduler import Scheduler
@@ -193,7 +190,8 @@ def load(
         sampler.warmup()
         show("running the model once", 0.95)
         runner = Runner(stages, settings.pipeline_depth)
-        draft = None if prepared.draft is None else _open_draft(prepared.draft)
+        with _device_errors():
+            draft = None if prepared.draft is None else open_draft(prepared.draft)
         # OpenMP keeps a team of workers for every living thread that has computed, and with two teams
         # lets threads sleep at each barrier (a step of one token: 6 ms instead of 2). So the warm-up
         # has a thread of its own, which is gone before the engine's starts.
@@ -378,13 +376,6 @@ def _run_once(runner: Runner, num_groups: int, draft: DraftModel | None = None) 
             draft.warm_up()
     except Exception as exc:  # whatever a device can say
         raise LaunchError(f"the first step failed: {exc}") from exc
-
-
-def _open_draft(draft: DraftPlan) -> tuple[DraftModel, StageBackend]:
-    from hetero.pipeline.draft import open_draft
-
-    with _device_errors():
-        return open_draft(draft)
 
 
 def _placement(what: str, planned: StagePlan, stage: StageBackend) -> Placement:

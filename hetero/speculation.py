@@ -127,6 +127,7 @@ class Speculation:
         drafted = sum(map(len, step.drafts))
         decodes = step.num_tokens == len(step.requests) + drafted and all(step.sampled)
         if self._drafting is not None:
+            self.stats.draft_seconds = self._drafting.model.seconds
             seconds = self._drafting.take_seconds(seconds, 0 if decodes else step.num_tokens)
         if step.requests and decodes:
             self._policy.cost.observe(step.num_tokens, seconds)

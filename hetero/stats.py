@@ -96,12 +96,14 @@ class SpeculationStats:
 
     `accepted[name][i]`: how often guess i of a draft was right. `chosen`: tokens of the drafts that were
     computed, 0 where none was worth it. `request_tokens`: tokens that a request got from one step.
+    `draft_seconds`: time that a draft model took.
     """
 
     drafted: dict[str, int]
     accepted: dict[str, list[int]]
     chosen: Histogram
     request_tokens: Histogram
+    draft_seconds: float = 0.0
 
     @classmethod
     def of(cls, names: Sequence[str], max_tokens: int) -> SpeculationStats:
@@ -115,7 +117,8 @@ class SpeculationStats:
 
     def copy(self) -> SpeculationStats:
         accepted = {name: list(counts) for name, counts in self.accepted.items()}
-        return SpeculationStats(dict(self.drafted), accepted, self.chosen.copy(), self.request_tokens.copy())
+        drafted, chosen, tokens = dict(self.drafted), self.chosen.copy(), self.request_tokens.copy()
+        return SpeculationStats(drafted, accepted, chosen, tokens, self.draft_seconds)
 
 
 @dataclass(slots=True)

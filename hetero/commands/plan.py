@@ -13,6 +13,8 @@ from hetero.screen import loading
 
 if TYPE_CHECKING:
     from hetero.launch import Prepared
+    from hetero.plan.devices import DeviceChoice
+    from hetero.plan.draft import DraftPlan
     from hetero.plan.forecast import Forecast
     from hetero.plan.planner import StagePlan
 
@@ -65,7 +67,17 @@ def as_table(prepared: Prepared, disk: FolderLimit | None = None) -> dict[str, A
             "formats": dict(_host_tokens(prepared)),
         },
         "disk": disk and {"nbytes": disk.nbytes, "formats": dict(_disk_tokens(prepared, disk))},
+        "draft": None if prepared.draft is None else _draft_table(prepared.draft),
         "forecast": None if prepared.forecast is None else dataclasses.asdict(prepared.forecast),
+    }
+
+
+def _draft_table(draft: DraftPlan) -> dict[str, Any]:
+    table = dataclasses.asdict(draft.stage) | {"total_bytes": draft.stage.total_bytes}
+    return table | {
+        "model": str(draft.model.path),
+        "threads": draft.choice.threads,
+        "kv_tokens": draft.planned.plan.kv_tokens,
     }
 
 
@@ -73,7 +85,9 @@ def _show(prepared: Prepared, disk: FolderLimit | None = None) -> None:
     made, view = prepared.plan, prepared.forecast
     print(f"model      {prepared.model.path}\n")
     header = ("device", "layers", "weights", "KV cache", "compute", "total", "free", "step")
-    rows = [_row(stage, prepared) for stage in made.stages]
+    rows = [_row(stage, prepared.choices[stage.index]) for stage in made.stages]
+    if prepared.draft is not None:
+        rows.append(_row(prepared.draft.stage, prepared.draft.choice, "draft model"))
     print_table(header, rows)
     print()
     _show_bars(made.stages)
@@ -82,6 +96,9 @@ def _show(prepared: Prepared, disk: FolderLimit | None = None) -> None:
         _show_speed(view)
     _show_caches(prepared, disk)
     print(f"context    {made.max_model_len}")
+    if prepared.draft is not None:
+        tokens = prepared.draft.planned.plan.kv_tokens
+        print(f"draft      {prepared.draft.model.path}, {tokens} KV tokens")
     if len(made.stages) > 1:
         for stage in made.stages:
             print(f"why        {stage.device}: layers {_layers(stage)}: {stage.reason}")
@@ -134,13 +151,13 @@ def _disk_tokens(prepared: Prepared, disk: FolderLimit) -> list[tuple[str, int]]
     return found
 
 
-def _row(stage: StagePlan, prepared: Prepared) -> tuple[str, ...]:
+def _row(stage: StagePlan, choice: DeviceChoice, what: str = "") -> tuple[str, ...]:
     sizes = (stage.weight_bytes, stage.kv_bytes, stage.compute_bytes, stage.total_bytes, stage.free_bytes)
-    threads, name = prepared.choices[stage.index].threads, stage.device
+    threads, name = choice.threads, stage.device
     if threads and ":" not in name:
         name += f", {threads} thread{'s' if threads > 1 else ''}"
     step = "-" if stage.seconds is None else f"{1e3 * stage.seconds:.2f} ms"
-    return (name, _layers(stage), *map(format_size, sizes), step)
+    return (name, what or _layers(stage), *map(format_size, sizes), step)
 
 
 def _layers(stage: StagePlan) -> str:

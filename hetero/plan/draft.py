@@ -40,20 +40,21 @@ class DraftPlan:
         return self.planned.plan.stages[0]
 
 
-def plan_draft(
+def plan_with_draft(
     settings: Settings,
     gguf: GGUFFile,
     choices: tuple[DeviceChoice, ...],
     offered: Sequence[DeviceInfo],
     plan_main: PlanMain,
-) -> tuple[DraftPlan, tuple[DeviceChoice, ...], Planned]:
-    """The draft model of --spec, what it leaves of the main model's devices, and the main model's plan there.
+) -> tuple[DraftPlan | None, tuple[DeviceChoice, ...], Planned]:
+    """The draft model of --spec, if any, what it leaves of the main model's devices, and that one's plan.
 
     `gguf`, `choices`: the main model's. `offered`: all devices. `plan_main` plans the main model on devices.
     The draft model's KV cache holds as many tokens as the main one's. A plan of the main model that does not
     fit is returned. Raises PlanError, and what `plan_main` raises.
     """
-    assert settings.spec_draft is not None
+    if settings.spec_draft is None:
+        return None, choices, plan_main(choices)
     model, draft_gguf, config = _open(settings.spec_draft, gguf)
     alone = plan_main(choices)
     candidates = _candidates(settings, choices, offered)
@@ -81,9 +82,9 @@ def without(choices: Sequence[DeviceChoice], draft: DraftPlan) -> tuple[DeviceCh
     )
 
 
-def main_memory_bytes(draft: DraftPlan) -> int:
+def main_memory_bytes(draft: DraftPlan | None) -> int:
     """What a draft model takes of this machine's main memory."""
-    return draft.stage.total_bytes if in_main_memory(draft.choice) else 0
+    return draft.stage.total_bytes if draft is not None and in_main_memory(draft.choice) else 0
 
 
 def _open(name: str, main: GGUFFile) -> tuple[ResolvedModel, GGUFFile, ModelConfig]:

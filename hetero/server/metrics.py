@@ -176,6 +176,9 @@ def _speculation(stats: Any) -> Iterator[Metric]:
             accepted.add_metric([proposer, str(position)], right)
     yield drafted
     yield accepted
+    seconds = CounterMetricFamily("hetero_draft_model_seconds", "Time that the draft model took.")
+    seconds.add_metric([], stats.draft_seconds)
+    yield seconds
     yield _histogram("hetero_draft_length", "Guessed tokens computed with a next token.", stats.chosen)
     yield _histogram(
         "hetero_request_step_tokens", "Tokens that a request got from one step.", stats.request_tokens
