@@ -67,7 +67,7 @@ def test_it_sits_where_the_user_says(main, small, wanted, device) -> None:
 
 def test_a_full_card_leaves_it_to_the_cpu(main, small) -> None:
     card = dataclasses.replace(GPU, free_bytes=0)
-    _, _, alone = planned(main, small, [CPU, GPU], ("CUDA0",), spec="off")
+    _, _, alone = planned(main, small, [CPU, GPU], ("CUDA0",), spec="ngram")
     needed = alone.plan.stages[0].total_bytes
     card = dataclasses.replace(GPU, free_bytes=int(1.01 * needed / 0.9))
     draft, rest, made = planned(main, small, [CPU, card], ("CUDA0",), kv_tokens=alone.plan.kv_tokens)
