@@ -8,7 +8,7 @@
            .  int32 [n] words, oldest first, and uint8 [n] counts, as in `spec.store_kernels`
 
 All numbers are little-endian. It is written beside, synced and renamed; of two programs that save to one file
-the later one wins.
+the later one wins. Others than its owner cannot read it: it holds what was asked and answered.
 """
 
 from __future__ import annotations
@@ -63,6 +63,7 @@ def write(path: Path, fingerprint: bytes, content: Content) -> None:
     _remove_unfinished(path)
     beside = path.with_name(f"{path.name}.{secrets.token_hex(4)}.tmp")
     try:
+        beside.touch(0o600, exist_ok=False)
         with beside.open("wb") as file:
             file.write(_MAGIC + _digest(*parts))
             for part in parts:
@@ -117,6 +118,8 @@ def _parse(data: bytes, fingerprint: bytes, vocab_size: int) -> Content:
     held = words[words != 0] - 1
     if not isinstance(scopes, list) or not all(isinstance(scope, str) for scope in scopes):
         raise ValueError("is damaged: its scopes are no list of names")
+    if len(set(scopes)) < len(scopes):
+        raise ValueError("is damaged: a scope is there twice")
     if len(scopes) > SCOPES or (len(held) and (held.min() < 0 or held.max() >> TOKEN_BITS >= len(scopes))):
         raise ValueError("is damaged: a scope is unknown")
     if len(held) and (held & ((1 << TOKEN_BITS) - 1)).max() >= vocab_size:

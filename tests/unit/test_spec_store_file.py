@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import stat
 import threading
 from pathlib import Path
 
@@ -12,8 +13,10 @@ import pytest
 from spec_tools import FULL, VOCAB, after, unique
 
 from spec import store as store_module
+from spec import store_file
 from spec.base import Draft
 from spec.store import Store
+from spec.store_file import Content
 
 
 @pytest.fixture
@@ -88,6 +91,22 @@ def test_a_damaged_file_is_a_cold_start_with_one_warning(
     store.learn_now(texts[0])
     store.close()
     assert Store(VOCAB, 2048, path, b"tokenizer").held_tokens == 300
+
+
+def test_a_scope_that_is_there_twice_is_damage(tmp_path: Path, caplog: pytest.LogCaptureFixture):
+    content = Content(["a", "a"], np.zeros(1, np.int32), np.zeros(1, np.uint8))
+    store_file.write(tmp_path / "x", b"t", content)  # two clients would then share a number
+    assert store_file.read(tmp_path / "x", b"t", VOCAB) is None
+    assert "a scope is there twice" in caplog.text
+
+
+@pytest.mark.skipif(os.name == "nt", reason="a folder's rights decide there")
+def test_nobody_else_can_read_it(saved: tuple[Path, list[list[int]]]):
+    path, texts = saved
+    path.chmod(0o644)  # as an older one may be
+    store = Store(VOCAB, 8192, path, b"tokenizer")
+    store.learn_now([*texts[0], *texts[1]])
+    assert store.save() and stat.S_IMODE(path.stat().st_mode) == 0o600
 
 
 @pytest.mark.parametrize(("fingerprint", "vocab"), [(b"another", VOCAB), (b"tokenizer", 1000)])
