@@ -109,8 +109,8 @@ class Settings:
     ram_cache: int = setting(
         0,
         "Host memory for blocks that had to leave the KV cache, such as 8GiB; they come back instead of "
-        "being computed again. 0: a quarter of the free memory where a device has its own memory, else "
-        "none. off: none.",
+        "being computed again. 0: a quarter of the free memory where a device has its own memory and "
+        "none is a worker's, else none. off: none.",
         kind="size",
         off=True,
     )
@@ -277,6 +277,9 @@ def load(
         sources[name] = origin
     if values["kv_tokens"] and values["kv_memory"]:
         raise SettingError("--kv-tokens and --kv-memory size the same cache: set one of them")
+    for name in ("cache_scope", "spec_scope"):
+        if values[name] == "key" and not (values["api_key"] or values["api_key_file"]):
+            raise SettingError(f"{flag_name(name)} key: there are no API keys; --api-key sets one")
     if values["spec_device"] and not parse_spec(values["spec"]).draft:
         raise SettingError("--spec-device: there is no draft model for it; --spec draft:MODEL names one")
     return Loaded(Settings(**values), sources)

@@ -59,8 +59,9 @@ def plan_host(
 ) -> HostPlan:
     """Slots for `ram_cache` bytes: 0 decides, OFF is none. `free_bytes` of main memory, before the stages.
 
-    Decided: a quarter of what the stages leave, where some stage's pools are in a memory of their own. Those
-    of CPUs are main memory already, and can as well be larger. Groups get slots in proportion to their pools.
+    Decided: a quarter of what the stages leave, where some stage's pools are in a memory of their own and no
+    stage is on another machine. The pools of CPUs are main memory already, and can as well be larger. Groups
+    get slots in proportion to their pools.
     A `disk` below needs slots in any case: then there is room for one context at least.
     """
     host = _decide(ram_cache, facts, plan, choices, free_bytes)
@@ -86,6 +87,8 @@ def _decide(
         return HostPlan(slots, sizes, f"--ram-cache {format_size(ram_cache)}", short)
     if all(in_main_memory(choice) or choice.spec.worker for _, choice in used):
         return HostPlan(none, sizes, "the pools are in main memory already; --ram-cache SIZE adds to them")
+    if any(choice.spec.worker for _, choice in used):  # it would refuse more than its machine has left
+        return HostPlan(none, sizes, "a worker's main memory is not known here; --ram-cache SIZE takes some")
     share = int(SHARE * max(0, left))
     return HostPlan(_slots(share, plan.groups, sizes), sizes, "a quarter of the main memory that is left")
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 
+from hetero.request import CLIENT
 from hetero.server.security import host_name
 
 from .client import running
-from .fake_engine import FakeEngine
+from .fake_engine import FakeEngine, FakeStream
 
 
 @pytest.mark.parametrize(
@@ -146,6 +147,30 @@ async def test_api_keys() -> None:
             assert "first" not in reply.text
         assert await status({}, "/metrics") == 401 and await status({}, "/nope") == 401
         assert await status({}, "/health") == 200
+
+
+class NotesClients(FakeEngine):
+    def submit(self, *args: Any, **kwargs: Any) -> FakeStream:
+        self.clients = [*getattr(self, "clients", []), CLIENT.get()]
+        return super().submit(*args, **kwargs)
+
+
+async def test_each_request_is_marked_with_its_own_key() -> None:
+    """Caches are kept apart by that. The requests share connections."""
+    engine, keys = NotesClients(), ("first", "second")
+    async with running(engine, api_keys=keys) as client:
+        for i, key in enumerate([*keys, *keys]):
+            body = {"prompt": "x", "n": 2, "max_tokens": 1, "temperature": 1, "stream": i > 1}
+            reply = await client.request("POST", "/v1/completions", json=body, headers={"x-api-key": key})
+            assert reply.status == 200
+    first, second = dict.fromkeys(engine.clients)
+    assert engine.clients == [first, first, second, second] * 2
+    assert not {first, second} & {"", *keys}, "nobody's, or a key that could be read somewhere"
+    engine = NotesClients()
+    async with running(engine) as client:
+        body = {"prompt": "x", "max_tokens": 1}
+        await client.request("POST", "/v1/completions", json=body, headers={"x-api-key": "any"})
+    assert engine.clients == [""]
 
 
 async def test_without_keys_any_is_accepted() -> None:

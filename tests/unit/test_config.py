@@ -185,3 +185,12 @@ def test_settings_are_used():
     sources = [p for folder in ("hetero", "backends") for p in (ROOT / folder).rglob("*.py")]
     text = "\n".join(p.read_text(encoding="utf-8") for p in sources if p.name != "config.py")
     assert [name for name in SPECS if f"settings.{name}" not in text] == []
+
+
+@pytest.mark.parametrize("name", ["cache_scope", "spec_scope"])
+def test_without_api_keys_nobody_can_be_kept_apart(name):
+    flag = "--" + name.replace("_", "-")
+    with pytest.raises(SettingError, match=f"^{flag} key: there are no API keys; --api-key sets one$"):
+        load({name: "key"}, {})
+    assert getattr(load({name: "key", "api_key": ("a",)}, {}).settings, name) == "key"
+    assert getattr(load({name: "key", "api_key_file": "keys"}, {}).settings, name) == "key"

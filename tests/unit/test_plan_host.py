@@ -50,8 +50,12 @@ def test_what_is_decided(planner: Planner) -> None:
     decided = host_plan(planner, [gpu("CUDA0")], 0, free=GIB)
     assert 0.24 * GIB < decided.nbytes <= GIB // 4
     assert host_plan(planner, [gpu("CUDA0")], OFF).nbytes == 0
-    worker = cpu("CPU")
-    assert host_plan(planner, [gpu("CUDA0"), worker], 0, device=("CUDA0", "CPU")).nbytes > 0
+    both = [gpu("CUDA0"), cpu("CPU")]
+    assert host_plan(planner, both, 0, device=("CUDA0", "CPU")).nbytes > 0
+    far = dataclasses.replace(both[1].spec, worker="box:8090")  # refuses what its machine has no room for
+    both[1] = dataclasses.replace(both[1], spec=far)
+    assert host_plan(planner, both, 0, device=("CUDA0", "CPU")).nbytes == 0
+    assert host_plan(planner, both, 1 << 20, device=("CUDA0", "CPU")).nbytes > 0, "asked for"
 
 
 def test_what_is_not_there_is_refused_in_one_line(planner: Planner) -> None:
