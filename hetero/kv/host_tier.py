@@ -26,9 +26,9 @@ Order within a step, at each stage:      spills   copies   compute
   in the next one.
 - Until the step ends, the slots of its moves and the blocks of its loads are pinned: whatever becomes of the
   request or of the node, nothing else is written there.
-- A load may last until the stage turns to its next step, also after the step's results are in: nothing of
-  that step may happen before. With it as the only rule, pipelines need no other: each stage takes steps in
-  their order.
+- All moves of a step have ended at every stage when its result is in (base.StageBackend.prepare): from then
+  on a tier below may read and write the slots. Pipelines need no other rule: each stage takes steps in their
+  order.
 - After a failure nothing is trusted: all nodes go, and with them all slots that no move pins.
 
 At most one move per slot is in a step, hence no more spills than slots and no more loads than blocks.
