@@ -237,16 +237,8 @@ def _disk_folder(prepared: Prepared, settings: Settings) -> DiskFolder | None:
 
     if settings.disk_cache is None:
         return None
-    layout = [f"{group.layers} {group.window}" for group in prepared.plan.groups]
-    for stage in prepared.plan.stages:
-        choice = prepared.choices[stage.index]
-        if choice.spec.worker:
-            raise LaunchError(
-                f"--disk-cache: the contexts of {choice.label} are out of reach on another machine"
-            )
-        layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
     try:
-        return open_folder(settings.disk_cache, prepared.gguf, layout)
+        return open_folder(settings.disk_cache, prepared)
     except DiskCacheError as exc:
         raise LaunchError(str(exc)) from exc
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
@@ -14,10 +14,10 @@ from hetero.kv.disk_cache import DiskCache
 from hetero.kv.disk_folder import DiskFolder
 from hetero.kv.disk_tier import DiskTier
 from hetero.kv.fingerprint import fingerprint
-from quant.gguf import GGUFFile
 
 if TYPE_CHECKING:
     from hetero.kv.manager import KVManager
+    from hetero.launch import Prepared
 
 log = logging.getLogger(__name__)
 
@@ -42,10 +42,18 @@ class DiskCacheError(Exception):
     """The folder cannot be used: one line for the user."""
 
 
-def open_folder(setting: FolderLimit, gguf: GGUFFile, layout: Iterable[str]) -> DiskFolder:
-    """The setting's folder, for a model whose KV lies as `layout` says. Raises DiskCacheError."""
+def open_folder(setting: FolderLimit, prepared: Prepared) -> DiskFolder:
+    """The setting's folder, for a model and where its layers lie. Raises DiskCacheError."""
+    layout = [f"{group.layers} {group.window}" for group in prepared.plan.groups]
+    for stage in prepared.plan.stages:
+        choice = prepared.choices[stage.index]
+        if choice.spec.worker:
+            raise DiskCacheError(
+                f"--disk-cache: the contexts of {choice.label} are out of reach on another machine"
+            )
+        layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
     try:
-        return DiskFolder(Path(setting.folder), setting.nbytes, fingerprint(gguf, layout))
+        return DiskFolder(Path(setting.folder), setting.nbytes, fingerprint(prepared.gguf, layout))
     except OSError as exc:
         raise DiskCacheError(f"--disk-cache {setting.folder}: {exc.strerror or exc}") from None
 

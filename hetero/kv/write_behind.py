@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 LOOK_AHEAD = 8  # nodes that are tried before all wait
 MAX_TODO = 1 << 16  # nodes; more are not remembered
-BUSY_SECONDS = 0.002  # of a step go to copying at most while requests wait for it
+BUSY_SECONDS = 0.001  # of a step go to copying at most while requests wait for it
 IDLE_SECONDS = 0.02  # of one that nobody waits for
 
 

@@ -8,10 +8,11 @@ import time
 from pathlib import Path
 
 import pytest
+from scale import FULL
 
 from hetero.kv.disk_entry import HEADER_BYTES, VERSION
 
-from .real import FULL, Oracle, RealClient, RealServer, read_until, real_server, scaled, talking_to
+from .real import Oracle, RealClient, RealServer, read_until, real_server, scaled, talking_to
 from .test_cases_load import COMPLETIONS, WORDS, Job
 
 FLAGS = ("--kv-tokens", "2048", "--ctx", "1024", "--max-num-seqs", "8", "--ram-cache", "off")
@@ -93,18 +94,21 @@ async def test_m01_damaged_entries_are_misses(
     oracle = request.getfixturevalue("oracle" if model == "smollm2" else "gemma3_oracle")
     rng = random.Random(model)
     length = scaled(100, 400) if model == "smollm2" else scaled(100, 700)
-    jobs = prompts(oracle, scaled(6, 20), rng, length)
+    jobs = prompts(oracle, scaled(5, 20), rng, length)
     neighbours = prompts(oracle, 4, rng, 80)
-    later = prompts(oracle, scaled(4, 50), rng, 60)
+    later = prompts(oracle, scaled(3, 50), rng, 60)
     blocks = length // 16
     cache = tmp_path / "cache"
     flags = (*FLAGS, "--disk-cache", f"{cache}:1GiB")
 
     (tmp_path / "first").mkdir()
-    with real_server(tmp_path / "first", path, *flags) as server:
+    server = RealServer(tmp_path / "first", path, *flags)
+    try:
         async with talking_to(server) as client:
             assert max(await ask_all(client, jobs)) < 16
             await until_written(client, cache, blocks * len(jobs))
+    finally:
+        server.kill()  # as kill -9 does
     if FULL or model == "smollm2":
         (tmp_path / "second").mkdir()
         with real_server(tmp_path / "second", path, *flags) as server:

@@ -17,14 +17,15 @@ import numpy as np
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from scale import FULL
 
 from hetero.kv import disk_folder
 from hetero.kv.disk_entry import HEADER_BYTES, VERSION, groups_of, mask_of
 from hetero.kv.disk_folder import DISK_BLOCK, PAUSE_SECONDS, TOUCH_SECONDS, DiskFolder
 from hetero.kv.prefix_tree import chain_key
 
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"
 ROOT = Path(__file__).resolve().parents[2]
+FOLDERS = [str(ROOT), str(ROOT / "tests"), str(ROOT / "tests" / "unit")]
 MODEL, OTHER = b"m" * 16, b"o" * 16
 SIZES = (700, 300)  # bytes of a block in each of two KV groups
 LARGE = 1 << 30
@@ -369,7 +370,7 @@ def test_a_server_that_ended_takes_no_room(tmp_path: Path) -> None:
 WRITER = """
 import sys
 from pathlib import Path
-sys.path[:0] = [{root!r}, {tests!r}]
+sys.path[:0] = {folders!r}
 from test_disk_folder import open_folder, put, DISK_BLOCK
 folder = open_folder(Path({path!r}), 40 * DISK_BLOCK)
 number = {start}
@@ -387,9 +388,7 @@ def test_kill_9_at_any_moment(tmp_path: Path) -> None:
     seen = 0
     for kill in range(300 if FULL else 6):
         start = rng.randrange(1000)
-        code = WRITER.format(
-            root=str(ROOT), tests=str(Path(__file__).parent), path=str(tmp_path), start=start
-        )
+        code = WRITER.format(folders=FOLDERS, path=str(tmp_path), start=start)
         child = subprocess.Popen([sys.executable, "-c", textwrap.dedent(code)], stdout=subprocess.PIPE)
         assert child.stdout is not None and child.stdout.readline() == b"ready\n"
         time.sleep(rng.random() * 0.04)

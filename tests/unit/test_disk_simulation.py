@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-import os
 from collections import Counter
 
 import pytest
+from scale import FULL
 from simulation import simulate_lives
 
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"
-SEEDS_PER_TEST = 50
+SEEDS_PER_TEST = 30
 totals: Counter[str] = Counter()
 
 
-@pytest.mark.parametrize("start", range(0, 5000 if FULL else 100, SEEDS_PER_TEST))
+@pytest.mark.parametrize("start", range(0, 5000 if FULL else 60, SEEDS_PER_TEST))
 def test_every_request_ends_as_if_alone(start: int) -> None:
     for seed in range(start, start + SEEDS_PER_TEST):
         try:
@@ -32,4 +31,4 @@ def test_every_request_ends_as_if_alone(start: int) -> None:
 def test_the_worlds_were_not_boring() -> None:
     if len(totals) == 0:
         pytest.skip("runs after the simulations")
-    assert min(totals[what] for what in ("after a restart", "loads", "spills")) > 200, totals
+    assert min(totals[what] for what in ("after a restart", "loads", "spills")) > 100, totals
