@@ -13,13 +13,15 @@ from hetero.stats import SpeculationStats
 from spec.base import Draft, Proposer
 from spec.policy import Acceptance, Policy, RequestAcceptance
 
+LONGEST_PAUSE = 4  # steps from one look at a request whose guesses are unlikely to the next: looks cost time
+
 Chain = Callable[[Request], Sequence[Proposer]]
 
 
 class _Guessed:
     """A request's proposers, made when its first token is due, and how right they are."""
 
-    __slots__ = ("acceptance", "best", "draft", "known", "proposers")
+    __slots__ = ("acceptance", "best", "draft", "known", "pause", "proposers", "skip")
 
     def __init__(self, acceptance: RequestAcceptance):
         self.acceptance = acceptance
@@ -27,6 +29,15 @@ class _Guessed:
         self.known = 0  # tokens that the proposers were told
         self.best = 0  # the proposer of `draft`
         self.draft = Draft([], 0)
+        self.pause = self.skip = 0  # steps from the last look to the next one, and what is left of them
+
+    def chances(self, limit: int) -> list[float]:
+        """RequestAcceptance.chances; without any, the next looks are further apart."""
+        chances = self.acceptance.chances(limit)
+        if not self.skip:
+            self.pause = 0 if chances else min(LONGEST_PAUSE, 1 + 2 * self.pause)
+            self.skip = self.pause
+        return chances
 
     def believe(self, proposer: int, draft: Draft) -> None:
         self.best, self.draft = proposer, draft
@@ -73,7 +84,7 @@ class Speculation:
     ) -> list[list[int]]:
         """See drafts.Drafter."""
         found = [self._propose(request) for request in due]
-        chances = [g.acceptance.chances(limit) for g, limit in zip(found, limits, strict=True)]
+        chances = [g.chances(limit) for g, limit in zip(found, limits, strict=True)]
         room = min(room, MAX_STEP_DRAFTS)
         if self._drafting is not None:
             acceptance = [g.acceptance for g in found]
@@ -93,6 +104,12 @@ class Speculation:
 
     def _propose(self, request: Request) -> _Guessed:
         guessed = self._requests[request.request_id]
+        guessed.draft = Draft([], 0)
+        if guessed.skip > 1:
+            guessed.skip -= 1
+            guessed.acceptance.propose(0, guessed.draft)
+            return guessed
+        guessed.skip = 0
         if not guessed.known:
             guessed.proposers = self._chain(request)
         news = request.token_ids(guessed.known, request.num_tokens)
