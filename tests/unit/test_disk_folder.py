@@ -434,10 +434,12 @@ def test_like_a_model_of_it(tmp_path_factory: pytest.TempPathFactory, steps) -> 
         clock.now += 2 * TOUCH_SECONDS
         if what == "put":
             assert put(folder, number, mask)
-            held = order.pop(number, 0)
-            order[number] = held if held & mask == mask else mask
-            if len(order) > limit:
+            if (held := order.get(number, 0)) & mask == mask:
+                mask = held
+            elif len(order) == limit:  # also for another version of what is there: until it is replaced
                 del order[next(iter(order))]
+            order.pop(number, None)
+            order[number] = mask
         elif what == "get":
             assert get(folder, number) == (number in order)
             if number in order:
