@@ -143,7 +143,7 @@ class DraftModel:
             budget -= added if added > READY else 0
             if wanted[i]:
                 going.append(i)
-        while step.requests:
+        while step.requests or step.copies:  # copies also where blocks were too few for anything else
             for i, token in zip(going, self._compute(step), strict=True):
                 guesses[i] += [token] if token >= 0 else []
                 wanted[i] = wanted[i] if token >= 0 else 0  # not a number: whatever follows means nothing
@@ -236,7 +236,8 @@ class DraftModel:
             raise result.error or RuntimeError("no logits came back")
         best = result.logits.argmax(axis=-1) if result.argmax is None else result.argmax
         tokens: list[int] = best.tolist()
-        self.cost.observe(step.num_tokens, self._clock() - started)
+        if step.requests:
+            self.cost.observe(step.num_tokens, self._clock() - started)
         return tokens
 
     def _forget(self) -> None:

@@ -186,6 +186,22 @@ def test_aborts_and_failures_of_either_model(always) -> None:
     assert engine.stats().speculation.drafted["draft"] > 50
 
 
+def test_copies_are_made_where_there_is_no_block_for_more(always) -> None:
+    """Where requests are kept in one piece, and only the blocks of a window are short."""
+    rng = random.Random(2)
+    groups = [KVGroup((0,), None, 65), KVGroup((1,), 40, 5)]
+    model = DraftModel(HashRunner(1, 40, 0.3), KVManager(groups, BLOCK_SIZE, in_place=8), 64, 8, 512)
+    engine = make_engine(HashRunner(1, 40), num_blocks=40, window=40, speculation=always(model))
+    for turn in range(90):
+        if turn % 6 == 0:
+            prompt = rng.choice("xy") * rng.choice([20, 33, 47, 50, 63]) + rng.choice(["", "z"])
+            Client(engine, prompt, f"r{turn}", max_tokens=rng.randint(1, 40), ignore_eos=True)
+        engine.step()
+        engine.check_invariants()
+    finish(engine)
+    assert all(pool.num_available == pool.num_usable for pool in model.kv.pools), "blocks leaked"
+
+
 def test_a_device_that_keeps_failing_is_left_alone(always, caplog) -> None:
     small = HashRunner()
     small.fail_steps = 10**6
