@@ -26,6 +26,7 @@ log = logging.getLogger(__name__)
 PAUSE_SECONDS = 60.0  # without writing after the disk was full
 WARN_SECONDS = 60.0  # between two warnings of the same kind
 TOUCH_SECONDS = 60.0  # a file's time of last use is right to so many
+PART_SECONDS = 3600.0  # nothing takes so long to write
 DISK_BLOCK = 4096  # a file takes whole ones
 SHARE_BETWEEN_LOOKS = 1 / 64  # of the limit: written before looking again what other servers have written
 SHARED_MARGIN = 1 / 16  # of the limit: left free while others write
@@ -151,7 +152,8 @@ class DiskFolder:
             part.replace(target)
         except OSError as exc:
             _remove(part)
-            self._pause(exc)
+            if not (isinstance(exc, FileNotFoundError) and target.parent.is_dir()):
+                self._pause(exc)  # else somebody cannot see this process: see _remove_dead_parts
             return False
         with self._lock:
             before = self._forget((self._own, key))
@@ -309,11 +311,15 @@ class DiskFolder:
                     yield stat.st_mtime, (model, bytes.fromhex(name[1])), known
 
     def _remove_dead_parts(self) -> None:
-        # If the process lives on another machine after all, its rename fails and it has lost one entry.
+        # If the process lives on another machine after all, its rename fails and it has lost one entry. In
+        # containers the number of one that has died is soon another's: then its age tells.
         for item in _listed(self.folder / "parts"):
             name = _PART.fullmatch(item.name)
-            if name is not None and not psutil.pid_exists(int(name[1])):
-                _remove(Path(item.path))
+            if name is not None:
+                with contextlib.suppress(OSError):
+                    age = self._clock() - item.stat().st_mtime
+                    if age > PART_SECONDS or not psutil.pid_exists(int(name[1])):
+                        _remove(Path(item.path))
 
     def _path(self, entry: _Id, mask: int) -> Path:
         model, key = entry
