@@ -8,8 +8,8 @@ requests takes k small steps, each with a row for every request:
     step 1 to 3                         g0 g1 g2          one each; g3 is never computed
     num_computed_tokens   . . . . . . |                   counts no guess until it is verified
 
-Guesses that come true need not be computed again; the blocks of the others are given back. The prefix tree
-holds verified tokens only, so that a prompt with a known beginning is not computed twice here either.
+Guesses that come true need not be computed again; over the others is written what came instead. The prefix
+tree holds verified tokens only, so that a prompt with a known beginning is not computed twice here either.
 """
 
 from __future__ import annotations
@@ -177,8 +177,9 @@ class DraftModel:
                     break
                 own.num_computed_tokens += 1
             self.kv.commit(own, own.num_computed_tokens)
-            self.kv.cut(own, own.num_computed_tokens + 1)
             twin.guessed = []
+        # The row of the last one is wanted, again if need be.
+        own.num_computed_tokens = min(own.num_computed_tokens, own.num_tokens - 1)
         return twin
 
     def _catch_up(self, step: Step, twin: _Twin, count: int, budget: int, busy: Sequence[_Twin]) -> int:
@@ -203,7 +204,7 @@ class DraftModel:
         take, due = min(take, found), due and found >= take
         _put(step, own, own.num_computed_tokens, take, due)
         own.num_computed_tokens += take
-        self.kv.commit(own, own.num_computed_tokens)
+        self.kv.commit(own, min(own.num_computed_tokens, own.num_tokens - 1))  # see _twin
         return found - take + 1 if due else 0
 
     def _allocate(self, own: Request, count: int, busy: Sequence[_Twin]) -> int:

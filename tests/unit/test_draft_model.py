@@ -15,7 +15,7 @@ from spec_tools import compute_all
 from test_engine import Client, finish
 
 import hetero.drafting
-from hetero.batch import Batch
+from hetero.batch import Batch, Step
 from hetero.draft_model import MAX_FAILURES, READY, DraftModel
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
@@ -142,6 +142,8 @@ def test_texts_do_not_depend_on_the_draft_model(always, wrong, depth, window, dr
     assert small.widest <= 64
     if wrong in (0.0, 1.0):
         assert accepted == (1 - wrong) * stats.drafted["draft"]
+    else:  # a wrong guess spoils none of the next draft
+        assert stats.accepted["draft"][0] == pytest.approx(0.7 * sum(stats.chosen.counts[1:]), rel=0.2)
     assert all(pool.num_available == pool.num_usable for pool in model.kv.pools), "blocks leaked"
 
 
@@ -213,6 +215,73 @@ def test_a_device_that_keeps_failing_is_left_alone(always, caplog) -> None:
     assert len(caplog.records) == MAX_FAILURES and "any more" in caplog.text
     engine.close()
     assert small.closed
+
+
+def test_a_lost_device_guesses_again_once_it_is_back() -> None:
+    small = HashRunner()
+    model = draft_model(small, tokens=512)
+    request = Request("r", [97] * 100, SamplingParams())
+    assert len(model.guess([request], [4], 512)[0]) == 4
+    small.unavailable = "gone"
+    small.slots = [{}, {}]  # with all that it knew
+    assert not model.available and model.num_behind(request) == 100
+    small.back = True
+    assert model.available
+    assert "".join(map(chr, model.guess([request], [4], 512)[0])) == written("a" * 100, 4)
+    model.check_invariants()
+
+
+def test_who_is_not_in_the_step_makes_room() -> None:
+    model = draft_model(HashRunner(), num_blocks=9, tokens=512)
+    one, other = (Request(name, [ord(name)] * 100, SamplingParams()) for name in "ab")
+    assert len(model.guess([one], [4], 512)[0]) == 4
+    assert model.num_behind(one) == 0
+    assert "".join(map(chr, model.guess([other], [4], 512)[0])) == written("b" * 100, 4)
+    assert model.num_behind(one) == 100
+    both = model.guess([one, other], [4, 4], 512)  # which do not fit together
+    assert 0 < sum(map(len, both)) <= 8
+    model.check_invariants()
+
+
+def test_nothing_is_guessed_beyond_the_longest_context() -> None:
+    model = draft_model(HashRunner())
+    requests = [Request(str(n), [97] * n, SamplingParams()) for n in (509, 512, 600)]
+    assert [model.limit(r) for r in requests] == [3, 0, 0]
+    for _ in range(10):
+        found = model.guess(requests, [8, 8, 8], 512)
+        model.check_invariants()
+    again = model.guess(requests, [8, 8, 8], 512)
+    assert again == found and "".join(map(chr, found[0])) == written("a" * 509, 3)
+    assert [len(tokens) for tokens in found] == [3, 0, 0]
+    model.check_invariants()
+
+
+def test_the_time_of_drafting_is_not_a_steps_time() -> None:
+    speculation = drafting(draft_model(HashRunner()))
+    request = Request("r", [97], SamplingParams())
+    speculation._drafting.model.seconds += 0.4
+    for _ in range(2):
+        speculation.observe_seconds(Step(1, [request], [0], [1], [True], [[]]), 0.6)
+        speculation._drafting.model.seconds += 0.2
+    assert speculation._policy.cost.estimate(1, 1)[0] == pytest.approx(
+        0.2
+    )  # the first of them is not believed
+
+
+def test_prompts_are_read_along_in_a_quarter_of_the_time() -> None:
+    speculation = drafting(draft_model(HashRunner(), tokens=512))
+    model = speculation._drafting.model
+    model.cost = seconds(0.0, 0.1)
+    model.cost.observe = lambda *a: None
+    request = Request("r", [97] * 400, SamplingParams())
+    speculation.read([request], 64)
+    assert model.num_behind(request) == 400, "what a token of a prompt takes is not known yet"
+    speculation.observe_seconds(Step(1, [request], [0], [64], [False], [[]]), 16.0)
+    speculation.read([request], 64)
+    assert model.num_behind(request) == pytest.approx(400 - 40, abs=3)
+    speculation._drafting._pays = False
+    speculation.read([request], 64)
+    assert model.num_behind(request) == pytest.approx(400 - 40, abs=3)
 
 
 def test_long_prompts_are_read_in_pieces() -> None:
