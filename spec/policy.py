@@ -208,29 +208,31 @@ class Policy:
 
         `chances` has the requests that get a token in the step, as of RequestAcceptance.chances.
         """
-        counts = self.best(chances, room)
+        counts, gain, speedup = self._best(chances, room)
         if not any(counts):
             return counts
-        gain = sum(sum(each[:count]) for each, count in zip(chances, counts, strict=True))
-        size, width = len(chances), sum(counts)
-        alone, together = self.cost.estimate(size, width + 1)[[0, -1]]
-        if (size + gain) / together < MARGIN * size / alone:
+        if speedup < MARGIN:
             self._declined += gain >= LIKELY
             if self._declined < RETRY:
-                return [0] * size
+                return [0] * len(chances)
         self._declined = 0
         return counts
 
     def best(self, chances: Sequence[Sequence[float]], room: int) -> list[int]:
         """The same where every gain counts, and at least one guess is computed if there is any."""
+        return self._best(chances, room)[0]
+
+    def _best(self, chances: Sequence[Sequence[float]], room: int) -> tuple[list[int], float, float]:
+        """With how many of them are expected to be right, and the tokens per second against those without."""
         ranked = sorted(((c, i) for i, each in enumerate(chances) for c in each), reverse=True)[:room]
         counts = [0] * len(chances)
         if not ranked:
-            return counts
+            return counts, 0.0, 1.0
         gains = np.cumsum([0.0, *(chance for chance, _ in ranked)])
         rates = (len(chances) + gains) / self.cost.estimate(len(chances), len(gains))
-        for _, i in ranked[: int(np.argmax(rates[1:])) + 1]:
+        best = int(np.argmax(rates[1:])) + 1
+        for _, i in ranked[:best]:
             counts[i] += 1
         if self._few_shapes:
-            return [(1 << (1 + n).bit_length() - 1) - 1 for n in counts]
-        return counts
+            counts = [(1 << (1 + n).bit_length() - 1) - 1 for n in counts]
+        return counts, float(gains[best]), float(rates[best] / rates[0])
