@@ -146,8 +146,11 @@ def _shared_host(config: ModelConfig, spec: StageSpec) -> tuple[HostMemory | Non
     if not any(spec.host_slots):
         return None, None
     sizes = slot_sizes(config, spec)
+    own = HostMemory(spec.host_slots, sizes)
+    if not own.nbytes:  # the slots are of groups that have no layer here
+        return own, None
     try:
-        region = SharedRegion(HostMemory(spec.host_slots, sizes).nbytes)
+        region = SharedRegion(own.nbytes)
     except OSError as error:
         log.warning("a stage keeps its blocks in main memory to itself: %s", error)
         return None, None

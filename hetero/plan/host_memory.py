@@ -62,23 +62,28 @@ def plan_host(
     Decided: a quarter of what the stages leave, where some stage's pools are in a memory of their own and no
     stage is on another machine. The pools of CPUs are main memory already, and can as well be larger. Groups
     get slots in proportion to their pools.
-    A `disk` below needs slots in any case: then there is room for one context at least.
+    A `disk` below needs slots in any case: then there is room for one context, if memory is left for it.
     """
-    host = _decide(ram_cache, facts, plan, choices, free_bytes)
+    held = (stage.total_bytes for stage in plan.stages if in_main_memory(choices[stage.index]))
+    left = free_bytes - sum(held)
+    host = _decide(ram_cache, facts, plan, choices, left)
     if not disk or any(host.slots):
         return host
     longest = -(-plan.max_model_len // BLOCK_SIZE)
-    slots = tuple(min(group.num_blocks, longest) + WRITTEN_BEHIND for group in plan.groups)
+    fitting = _slots(int(SPARE * max(0, left)), plan.groups, host.block_bytes)
+    slots = tuple(
+        max(WRITTEN_BEHIND, min(most, min(group.num_blocks, longest) + WRITTEN_BEHIND))
+        for group, most in zip(plan.groups, fitting, strict=True)
+    )
     return replace(host, slots=slots, why="for what is on its way to the disk, and back")
 
 
 def _decide(
-    ram_cache: int, facts: ModelFacts, plan: Plan, choices: Sequence[DeviceChoice], free_bytes: int
+    ram_cache: int, facts: ModelFacts, plan: Plan, choices: Sequence[DeviceChoice], left: int
 ) -> HostPlan:
     sizes = block_bytes(facts, plan)
     none = (0,) * len(sizes)
     used = [(stage, choices[stage.index]) for stage in plan.stages]
-    left = free_bytes - sum(stage.total_bytes for stage, choice in used if in_main_memory(choice))
     if ram_cache == OFF:
         return HostPlan(none, sizes, "--ram-cache off")
     if ram_cache:

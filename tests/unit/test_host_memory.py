@@ -156,6 +156,10 @@ def test_where_nothing_can_be_shared(
     assert host is not None and region is not None and host.nbytes >= 3 * host.slot_bytes(0)
     region.unlink()
 
+    other = StageSpec(0, 4, dict.fromkeys(range(4), 1), (9, 9), 8, 8, host_slots=(3, 0))
+    nothing, region = isolated._shared_host(config, other)
+    assert nothing is not None and nothing.nbytes == 0 and region is None, "there is nothing to share"
+
     def refuse(nbytes: int) -> SharedRegion:
         raise OSError("no memory")
 

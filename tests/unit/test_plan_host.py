@@ -13,7 +13,7 @@ from tiny_models import tiny_model
 from backends.host_memory import slot_sizes
 from hetero.config import OFF, SettingError, load
 from hetero.launch import LaunchError, _stage_specs, require_fit
-from hetero.plan.host_memory import HostPlan, plan_host
+from hetero.plan.host_memory import WRITTEN_BEHIND, HostPlan, plan_host
 
 
 @pytest.fixture(scope="module")
@@ -56,6 +56,24 @@ def test_what_is_decided(planner: Planner) -> None:
     both[1] = dataclasses.replace(both[1], spec=far)
     assert host_plan(planner, both, 0, device=("CUDA0", "CPU")).nbytes == 0
     assert host_plan(planner, both, 1 << 20, device=("CUDA0", "CPU")).nbytes > 0, "asked for"
+
+
+def test_a_disk_gets_slots_for_a_context_as_far_as_memory_is_left(planner: Planner) -> None:
+    choices = [cpu("CPU")]
+    made = planner.plan(choices, kv_tokens=2048, measure="guessed")
+    held = made.plan.total_bytes
+
+    def slots(left: int, ram: int = OFF) -> tuple[int, ...]:
+        return plan_host(ram, made.facts, made.plan, choices, held + left, disk=True).slots
+
+    whole = slots(16 * GIB)
+    longest = -(-made.plan.max_model_len // 16)
+    blocks = [group.num_blocks for group in made.plan.groups]
+    assert whole == slots(16 * GIB, 0) == tuple(min(n, longest) + WRITTEN_BEHIND for n in blocks)
+    sizes = plan_host(OFF, made.facts, made.plan, choices, GIB).block_bytes
+    some = sum(n * size for n, size in zip(whole, sizes, strict=True)) * 9 // 10
+    assert sum(n * size for n, size in zip(slots(some), sizes, strict=True)) < some
+    assert slots(0) == (WRITTEN_BEHIND,) * len(whole), "else nothing could be written"
 
 
 def test_what_is_not_there_is_refused_in_one_line(planner: Planner) -> None:
