@@ -124,3 +124,10 @@ def test_importing_the_command_line_loads_nothing_heavy():
     code = f"import cli, sys; print([m for m in {HEAVY!r} if m in sys.modules])"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert done.stdout.strip() == "[]"
+
+
+def test_test_files_have_names_of_their_own():
+    """Outside of packages they are imported by name: of two with one name pytest refuses the second."""
+    files = [p for p in (ROOT / "tests").rglob("*.py") if not (p.parent / "__init__.py").exists()]
+    names = [p.name for p in files if p.name != "conftest.py"]
+    assert sorted({name for name in names if names.count(name) > 1}) == []
