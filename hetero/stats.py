@@ -132,6 +132,7 @@ class DiskStats:
     evicted: int = 0
     damaged: int = 0
     failed: int = 0  # could not be written
+    dropped: int = 0  # were not taken: too many waited
     bytes_written: int = 0
     bytes_read: int = 0
 

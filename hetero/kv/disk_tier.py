@@ -110,7 +110,9 @@ class DiskTier:
 
     def stats(self) -> DiskStats:
         """A snapshot; for any thread."""
-        return replace(self.folder.stats, entries=self.folder.num_entries, bytes=self.folder.used_bytes)
+        folder = self.folder
+        now = {"entries": folder.num_entries, "bytes": folder.used_bytes, "dropped": self.num_dropped}
+        return replace(folder.stats, **now)
 
     @property
     def num_pending(self) -> int:

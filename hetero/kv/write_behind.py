@@ -78,13 +78,13 @@ class WriteBehind:
         kv = self.kv
         if not kv.tree.attached(node):
             return 0
-        held = 0
+        held, there = 0, self.tier.mask(kv.tree.key(node))
         for g, group in enumerate(kv.groups):
             if node.blocks[g] is None and node.slots[g] is None:
                 continue
-            if group.window is None or near_an_end(node, kv.span_blocks(group.window)):
+            wanted = group.window is None or there >> g & 1
+            if wanted or near_an_end(node, kv.span_blocks(group.window or 0)):
                 held |= 1 << g
-        there = self.tier.mask(kv.tree.key(node))
         return held if held & ~there else 0
 
     # -- steps ---------------------------------------------------------------------------------------

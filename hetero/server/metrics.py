@@ -55,6 +55,7 @@ DISK_COUNTERS = (
     ("hetero_disk_cache_evicted", "evicted", "Blocks removed from the disk for others."),
     ("hetero_disk_cache_damaged", "damaged", "Files on the disk that were not what they should be."),
     ("hetero_disk_cache_failed", "failed", "Blocks that could not be written."),
+    ("hetero_disk_cache_dropped", "dropped", "Blocks that were not taken, because too many waited."),
     ("hetero_disk_cache_written_bytes", "bytes_written", "Bytes written to the disk."),
     ("hetero_disk_cache_read_bytes", "bytes_read", "Bytes read from the disk."),
 )
