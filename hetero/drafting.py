@@ -78,6 +78,7 @@ class Drafting:
         length = best_length(
             base, len(due), others, list(own.values()), catch_up, room, cost, self.model.cost
         )
+        length = self._policy.shaped(length)
         self._pays = length > 0
         if length:
             self._trials.paid()

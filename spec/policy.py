@@ -222,6 +222,10 @@ class Policy:
         """The same where every gain counts, and at least one guess is computed if there is any."""
         return self._best(chances, room)[0]
 
+    def shaped(self, count: int) -> int:
+        """How many of `count` guesses of a request a step may have."""
+        return (1 << (1 + count).bit_length() - 1) - 1 if self._few_shapes else count
+
     def _best(self, chances: Sequence[Sequence[float]], room: int) -> tuple[list[int], float, float]:
         """With how many of them are expected to be right, and the tokens per second against those without."""
         ranked = sorted(((c, i) for i, each in enumerate(chances) for c in each), reverse=True)[:room]
@@ -233,6 +237,4 @@ class Policy:
         best = int(np.argmax(rates[1:])) + 1
         for _, i in ranked[:best]:
             counts[i] += 1
-        if self._few_shapes:
-            counts = [(1 << (1 + n).bit_length() - 1) - 1 for n in counts]
-        return counts, float(gains[best]), float(rates[best] / rates[0])
+        return [self.shaped(n) for n in counts], float(gains[best]), float(rates[best] / rates[0])

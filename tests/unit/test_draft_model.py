@@ -22,6 +22,7 @@ from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request
 from hetero.sampling.params import SamplingParams
 from hetero.speculation import Speculation
+from spec.base import Draft
 from spec.drafting import RETRY, TRIALS, Trials, best_length, catch_up_tokens, tokens_per_second
 from spec.policy import StepCost
 
@@ -145,6 +146,39 @@ def test_texts_do_not_depend_on_the_draft_model(always, wrong, depth, window, dr
     else:  # a wrong guess spoils none of the next draft
         assert stats.accepted["draft"][0] == pytest.approx(0.7 * sum(stats.chosen.counts[1:]), rel=0.2)
     assert all(pool.num_available == pool.num_usable for pool in model.kv.pools), "blocks leaked"
+
+
+class Knows:
+    """What comes behind one prompt, and nothing else."""
+
+    name = "knows"
+
+    def __init__(self, request: Request):
+        self.text, self.count = "known" + written("known", 80), 0
+        self.knows = bytes(request.prompt_token_ids) == b"known"
+
+    def extend(self, token_ids) -> None:
+        self.count += len(token_ids)
+
+    def propose(self, max_tokens: int) -> Draft:
+        known = self.text[self.count : self.count + max_tokens] if self.knows else ""
+        return Draft(list(known.encode()), 20 if known else 0)
+
+
+def test_only_who_has_no_better_guess_asks_the_draft_model(always) -> None:
+    speculation = Speculation(("knows",), lambda request: (Knows(request),), 8)
+    model = draft_model(HashRunner())
+    speculation.draft_with(model)
+    compute_all(speculation)
+    engine = make_engine(HashRunner(), speculation=speculation)
+    clients = [Client(engine, name, name, max_tokens=60, ignore_eos=True) for name in ("known", "other")]
+    while not engine.scheduler.num_running or engine.stats().steps < 5:
+        engine.step()
+    assert list(model._twins) == ["other"]
+    finish(engine)
+    assert [c.text for c in clients] == [written(name, 60) for name in ("known", "other")]
+    stats = engine.stats().speculation
+    assert all(sum(stats.accepted[name]) == stats.drafted[name] > 20 for name in ("knows", "draft"))
 
 
 def test_known_beginnings_and_right_guesses_are_not_computed_again(always) -> None:
