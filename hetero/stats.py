@@ -35,7 +35,8 @@ class SchedulerCounters:
             tokens = min(tokens, left)  # a block may hold more than a request still needed
             self.tier_tokens[tier] = self.tier_tokens.get(tier, 0) + tokens
             left -= tokens
-        self.missed_tokens += len(request.prompt_token_ids) - request.num_cached_tokens
+        computed = min(request.num_computed_tokens, len(request.prompt_token_ids))  # it may have ended early
+        self.missed_tokens += max(0, computed - request.num_cached_tokens)
 
     def tokens_from(self) -> dict[str, int]:
         """Prompt tokens of ended requests by where their keys and values came from."""

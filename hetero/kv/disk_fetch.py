@@ -76,10 +76,6 @@ class DiskFetch:
         self._measured = (1.0, BYTE_SECONDS)  # bytes, seconds
 
     @property
-    def num_held(self) -> int:
-        return len(self._held)
-
-    @property
     def held(self) -> list[Request]:
         return [held.request for held in self._held.values()]
 

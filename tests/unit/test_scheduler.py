@@ -244,3 +244,15 @@ def test_a_waiting_request_is_admitted_as_soon_as_there_is_room() -> None:
         assert served(run_step(s)).keys() == {"big"}
     s.abort("big")
     assert served(run_step(s)) == {"next": 100}
+
+
+def test_what_was_not_computed_does_not_count_as_computed() -> None:
+    s = scheduler(budget=8, seqs=1)
+    for name in ("half", "never"):
+        s.add(request(name, 20))
+    step = s.schedule()
+    assert step is not None
+    s.update(step, [None])
+    for name in ("half", "never"):
+        s.abort(name)
+    assert s.counters.tokens_from() == {"device": 0, "host": 0, "computed": 8}
