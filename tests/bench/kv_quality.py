@@ -294,7 +294,7 @@ NOTES = """\
   ggml's operators (rows "f16, ggml's operators"). What the formats alone cost, float32 weights show.
 - Keys are what fp8 costs: scores go through an exponential, and a number of 3 mantissa bits is up to 6 %
   off whatever its scale. q8_0 is off by up to 0.4 % of the largest of 32 values. `k=q8_0,v=fp8` therefore
-  loses hardly more than q8_0, and takes 1 to 2 % more memory than fp8.
+  loses hardly more than q8_0, and takes 1 to 3 % more memory than fp8.
 - These models are small (135 and 270 million weights), so that many tokens are close calls: where the two
   likeliest tokens are as good as equal, anything decides between them.
 """.splitlines()
