@@ -10,7 +10,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-drafts bench-kernels quality-kv bench-attention bench-memory bench-moves bench-pipeline bench-uneven install clean
+.PHONY: serve test lint docs bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -52,6 +52,14 @@ bench-memory: $(STAMP)
 # Blocks on their way to host memory and back.
 bench-moves: $(STAMP)
 	$(BIN)/python tests/bench/moves.py $(ARGS)
+
+# Contexts that come back, beside llama-server's; `again` and `limit` are in the script.
+bench-context: $(STAMP) $(BENCH_STAMP)
+	$(BIN)/python tests/bench/context.py turns --llama-venv .venv-bench $(ARGS)
+
+# Guessed tokens against none, and against llama-server's guesses.
+bench-speculation: $(STAMP) $(BENCH_STAMP)
+	$(BIN)/python tests/bench/speculation.py --llama-venv .venv-bench $(ARGS)
 
 # Two devices of one thread: pipelined, in turns, and llama-server's way.
 bench-pipeline: $(STAMP) $(BENCH_STAMP)

@@ -15,6 +15,7 @@ import asyncio
 import json
 import random
 import statistics
+import subprocess
 import sys
 import tempfile
 import time
@@ -198,7 +199,9 @@ def limit(args: argparse.Namespace, folder: Path) -> None:
         process = _serving(port)
         asyncio.run(ask(server.base, text(random.Random(args.seed), 300)))
         start = process.memory_info().rss
-        promised = start + parse_size(args.ram_cache) + _untouched_pool(server)
+        promised = (
+            start + parse_size(args.ram_cache) + _planned_pool(args, [*more, "--kv-type", args.kv_type])
+        )
         highest, asked = asyncio.run(_mixed_load(server, args, process))
         print(
             f"{asked} requests in {args.minutes} minutes: resident at the start {start / MIB:.0f} MiB, "
@@ -214,9 +217,11 @@ def _serving(port: int) -> psutil.Process:
     raise SystemExit(f"nobody listens on port {port}")
 
 
-def _untouched_pool(server: Server) -> int:
-    """Bytes of the KV pool, which is touched block by block; what the warm-up touched counts twice."""
-    return int(metric(server.base, "hetero_kv_pool_bytes"))
+def _planned_pool(args: argparse.Namespace, more: list[str]) -> int:
+    """Bytes of the KV pool, of which blocks become resident one by one."""
+    command = [sys.executable, "-m", "cli", "plan", str(resolve(args.model).path), "--json", *more]
+    plan = json.loads(subprocess.run(command, check=True, capture_output=True).stdout)
+    return sum(stage["kv_bytes"] for stage in plan["stages"])
 
 
 async def _mixed_load(server: Server, args: argparse.Namespace, process: psutil.Process) -> tuple[int, int]:

@@ -183,13 +183,12 @@ def main() -> None:
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     args = parser.parse_args()
     results: Results = {}
-    with tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder:
-        with contextlib.ExitStack() as stack:
-            servers = [
-                stack.enter_context(running(name, command, port, Path(folder) / f"{port}.log", version))
-                for name, command, port, version in commands(args)
-            ]
-            measure(servers, args, results)
+    with tempfile.TemporaryDirectory(prefix="hetero-bench-") as folder, contextlib.ExitStack() as stack:
+        servers = [
+            stack.enter_context(running(name, command, port, Path(folder) / f"{port}.log", version))
+            for name, command, port, version in commands(args)
+        ]
+        measure(servers, args, results)
     print(report(results))
     print(f"seed {args.seed}")
 
