@@ -32,6 +32,7 @@ from hetero.plan.planner import BLOCK_SIZE
 T = TypeVar("T")
 _PER_STEP = 8  # arrays beside those of the groups and hidden rows
 MAX_GROUPS = 16
+MAX_SECONDS = 1e6  # no step takes as long
 
 
 @dataclass(slots=True)
@@ -172,7 +173,7 @@ def result_of(
     with_argmax = message.header.get("argmax") is True
     wanted = 0 if only_argmax and with_argmax else rows
     good = len(arrays) == 1 + with_argmax and arrays[0].shape == (wanted, width)
-    good = good and arrays[0].dtype == np.float32 and isinstance(seconds, float | int)
+    good = good and arrays[0].dtype == np.float32 and _is_time(seconds)
     if not good or (with_argmax and (arrays[1].shape != (rows,) or arrays[1].dtype != np.int32)):
         raise WireError("a result of the wrong shape")
     return arrays[0], arrays[1] if with_argmax else None, float(seconds or 0.0)
@@ -181,9 +182,14 @@ def result_of(
 def moves_of(message: Message) -> tuple[float, int]:
     """(seconds, bytes) of a RESULT's moves. Raises WireError."""
     seconds, nbytes = message.header.get("move_seconds"), message.header.get("moved_bytes")
-    if not isinstance(seconds, float | int) or type(nbytes) is not int or seconds < 0 or nbytes < 0:
+    if not (_is_time(seconds) and type(nbytes) is int and 0 <= nbytes < 1 << 62):
         raise WireError("a result without what its moves took")
     return float(seconds), nbytes
+
+
+def _is_time(seconds: object) -> bool:
+    """Whether they can be added to others: JSON may hold infinities and integers beyond any float."""
+    return isinstance(seconds, float | int) and 0 <= seconds < MAX_SECONDS
 
 
 def counts_of(message: Message, name: str) -> dict[str, int]:

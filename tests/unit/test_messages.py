@@ -132,7 +132,20 @@ def test_host_slots_that_are_none(slots: list[int]) -> None:
         messages.read_stage(header)
 
 
-@pytest.mark.parametrize(("seconds", "nbytes"), [(None, 1), ("1", 1), (-1, 1), (1, -1), (1, 0.5), (1, None)])
+@pytest.mark.parametrize(
+    ("seconds", "nbytes"),
+    [
+        (None, 1),
+        ("1", 1),
+        (-1, 1),
+        (float("inf"), 1),
+        (10**400, 1),
+        (1, -1),
+        (1, 0.5),
+        (1, None),
+        (1, 10**400),
+    ],
+)
 def test_what_moves_took_is_checked(seconds: object, nbytes: object) -> None:
     with pytest.raises(WireError):
         messages.moves_of(Message(Kind.RESULT, {"move_seconds": seconds, "moved_bytes": nbytes}, []))
@@ -215,6 +228,9 @@ def test_results_of_the_wrong_shape() -> None:
         ([rows, best[:1]], {}),
         ([best, best], {}),
         ([rows, best], {"graph_seconds": "1"}),
+        ([rows, best], {"graph_seconds": -1.0}),
+        ([rows, best], {"graph_seconds": float("inf")}),
+        ([rows, best], {"graph_seconds": 10**400}),
         ([rows[:0], best], {}),
         ([rows, best], {"greedy": True}),
         ([rows[:0]], {"greedy": True, "argmax": False}),
