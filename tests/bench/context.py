@@ -91,7 +91,7 @@ def again(args: argparse.Namespace, folder: Path) -> None:
     prompts = [text(rng, args.tokens) for _ in range(args.repeat)]
     port = free_port()
     with running("hetero", hetero_command(args, port, *ram), port, folder / "ram.log", __version__) as server:
-        computed, loaded = asyncio.run(_evict_and_ask(server, prompts, rng))
+        computed, loaded = asyncio.run(_evict_and_ask(server, prompts, rng, args.tokens))
     show("computed", computed)
     show("from RAM", loaded, computed)
     with running("hetero", hetero_command(args, port, *disk), port, folder / "1.log", __version__) as server:
@@ -105,12 +105,12 @@ def again(args: argparse.Namespace, folder: Path) -> None:
 
 
 async def _evict_and_ask(
-    server: Server, prompts: list[str], rng: random.Random
+    server: Server, prompts: list[str], rng: random.Random, tokens: int
 ) -> tuple[list[Answer], list[Answer]]:
     await ask(server.base, text(rng, 300))
     computed = await _ask_all(server, prompts)  # each pushes the one before out of the pool
     for _ in range(2):
-        await ask(server.base, text(rng, 3000))
+        await ask(server.base, text(rng, tokens * 3 // 4))
     loaded = await _ask_all(server, prompts)
     check_same(computed, loaded)
     return computed, loaded
@@ -123,7 +123,7 @@ async def _ask_all(server: Server, prompts: list[str]) -> list[Answer]:
 def _wait_until_written(server: Server) -> None:
     """Until the number of bytes written to disk has stood still for a second."""
     before = -1.0
-    while (now := metric(server.base, "hetero_kv_disk_written_bytes_total")) != before or not now:
+    while (now := metric(server.base, "hetero_disk_cache_written_bytes_total")) != before or not now:
         before = now
         time.sleep(1.0)
 
