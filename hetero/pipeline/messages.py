@@ -18,7 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, fields
-from typing import Any, TypeVar
+from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
@@ -187,7 +187,7 @@ def moves_of(message: Message) -> tuple[float, int]:
     return float(seconds), nbytes
 
 
-def _is_time(seconds: object) -> bool:
+def _is_time(seconds: object) -> TypeGuard[float]:
     """Whether they can be added to others: JSON may hold infinities and integers beyond any float."""
     return isinstance(seconds, float | int) and 0 <= seconds < MAX_SECONDS
 
