@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hetero.config import FolderLimit
+from hetero.config import FolderLimit, format_size
 from hetero.kv.disk_cache import DiskCache
+from hetero.kv.disk_entry import HEADER_BYTES
 from hetero.kv.disk_folder import DiskFolder
 from hetero.kv.disk_tier import DiskTier
 from hetero.kv.fingerprint import fingerprint
@@ -52,6 +53,9 @@ def open_folder(setting: FolderLimit, prepared: Prepared) -> DiskFolder:
                 f"--disk-cache: the contexts of {choice.label} are out of reach on another machine"
             )
         layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
+    least = HEADER_BYTES + sum(prepared.host.block_bytes)
+    if setting.nbytes < least:
+        raise DiskCacheError(f"--disk-cache {setting}: a block of this model alone takes {format_size(least)}")
     try:
         return DiskFolder(Path(setting.folder), setting.nbytes, fingerprint(prepared.gguf, layout))
     except OSError as exc:
