@@ -55,7 +55,7 @@ def open_folder(setting: FolderLimit, prepared: Prepared) -> DiskFolder:
         layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
     least = HEADER_BYTES + sum(prepared.host.block_bytes)
     if setting.nbytes < least:
-        raise DiskCacheError(f"--disk-cache {setting}: a block of this model alone takes {format_size(least)}")
+        raise DiskCacheError(f"--disk-cache {setting}: one block of this model takes {format_size(least)}")
     try:
         return DiskFolder(Path(setting.folder), setting.nbytes, fingerprint(prepared.gguf, layout))
     except OSError as exc:

@@ -79,6 +79,6 @@ def test_a_folder_that_cannot_be_used_is_said_before_anything_is_loaded(tmp_path
     with pytest.raises(LaunchError, match=r"--disk-cache .*file: "):
         load(prepare(settings), settings, lambda text, done: pytest.fail(text) if done else None)
     small = dataclasses.replace(settings, disk_cache=FolderLimit(str(tmp_path / "cache"), 1000))
-    with pytest.raises(LaunchError, match=r"--disk-cache .*: a block of this model alone takes \d"):
+    with pytest.raises(LaunchError, match=r"--disk-cache .*: one block of this model takes \d"):
         load(prepare(small), small, lambda text, done: pytest.fail(text) if done else None)
     assert not (tmp_path / "cache").exists()
