@@ -26,7 +26,7 @@ from hetero.kv_types import KVTypes
 NEAR_TIE = 1e-3  # of the largest logit
 Q8_NEAR_TIE = 1e-2  # a sum of another order is another code, if it is between two
 PROMPTS, TOKENS = scaled(12, 32), scaled(6, 16)
-FEW = scaled(8, 12)  # where there is more to compute
+FEW = scaled(4, 12)  # where there is more to compute
 MODELS: dict[str, dict[str, Any]] = {
     "llama": {"arch": "llama", "n_layers": 4},
     "windows": {"arch": "gemma3", "n_layers": 4, "sliding_window": 32, "sliding_window_pattern": 2},
@@ -107,7 +107,7 @@ def test_q8_0_in_place_of_fp8(models: dict[str, Path], prompts: list[list[int]])
     settings = replace(BASE, kv_type=KVTypes("q8_0", "q8_0"))
     want, _ = answers(models["blocks"], settings, few, PROMPTS, tokens=TOKENS)
     ties = near_ties(models["blocks"], few, got["answers"], want, "q8_0", Q8_NEAR_TIE)
-    assert len(ties) <= FEW // 3
+    assert len(ties) <= max(2, FEW // 3)
 
 
 def test_blocks_come_back_from_host_memory(models: dict[str, Path]) -> None:
