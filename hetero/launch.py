@@ -204,20 +204,12 @@ def load(
     kv = KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host)
     if disk is not None:
         kv.below = open_disk(disk, kv, runner)
-    scheduler = Scheduler(
-        kv,
-        settings.max_num_seqs,
-        settings.max_num_batched_tokens,
-        plan.max_model_len,
-        runner.depth,
-    )
+    seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
+    scheduler = Scheduler(kv, seqs, tokens, plan.max_model_len, runner.depth)
     engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE, speculation=speculation)
     info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
-    placed = [(planned.what, planned, stage) for planned, stage in zip(plan.stages, stages, strict=True)]
-    if draft is not None and prepared.draft is not None:
-        placed.append((f"draft model {prepared.draft.model.name}", prepared.draft.stage, draft[1]))
-    places = tuple(_placement(*place) for place in placed)
     grammars, by_client = GrammarCompiler(tokenizer), settings.cache_scope == "key"
+    places = _placements(prepared, stages, draft and draft[1])
     return AsyncEngine(engine, tokenizer, template, grammars, info, by_client), places
 
 
@@ -368,6 +360,18 @@ def _run_once(runner: Runner, num_groups: int, draft: DraftModel | None = None) 
             draft.warm_up()
     except Exception as exc:  # whatever a device can say
         raise LaunchError(f"the first step failed: {exc}") from exc
+
+
+def _placements(
+    prepared: Prepared, stages: Sequence[StageBackend], draft: StageBackend | None
+) -> tuple[Placement, ...]:
+    """Where the memory of the model's stages went, and of the draft model's."""
+    planned = prepared.plan.stages
+    placed = [_placement(plan.what, plan, stage) for plan, stage in zip(planned, stages, strict=True)]
+    if draft is not None and prepared.draft is not None:
+        name = prepared.draft.model.name
+        placed.append(_placement(f"draft model {name}", prepared.draft.stage, draft))
+    return tuple(placed)
 
 
 def _placement(what: str, planned: StagePlan, stage: StageBackend) -> Placement:
