@@ -125,9 +125,10 @@ class Settings:
         None,
         "Folder for contexts that are kept on a disk, and how much of it they may take, such as "
         "/var/cache/hetero:20GiB. They survive restarts. Several servers and models may share the folder. "
-        "Whoever can read it can find out what was asked. Default: none.",
+        "Whoever can read it can find out what was asked. off: none.",
         kind="folder_limit",
         low=1 << 20,
+        off=True,
     )
     max_num_seqs: int = setting(
         32, "Requests that are computed at the same time; more than that wait.", kind="int", low=1, high=1024
@@ -160,23 +161,23 @@ class Settings:
     )
     spec_store: str | None = setting(
         None,
-        "File in which what speculation has learned is kept from one start to the next. It holds pieces of "
+        "File in which what --spec store has learned is kept from one start to the next. It holds pieces of "
         "what was served. Without one it is forgotten.",
         kind="path",
     )
     spec_corpus: str | None = setting(
-        None, "Folder of texts, such as source code, that speculation learns at the start.", kind="path"
+        None, "Folder of texts, such as source code, that --spec store learns at the start.", kind="path"
     )
     spec_memory: int = setting(
         64 << 20,
-        "Memory for what speculation learns. 14 bytes a token, taken as it fills up.",
+        "Memory for what --spec store learns. 14 bytes a token, taken as it fills up.",
         kind="size",
         low=1 << 20,
         high=1 << 32,
     )
     spec_scope: str = setting(
         "shared",
-        "Whether speculation guesses from what was served to anybody (shared) or only to the same API key "
+        "Whether --spec store guesses from what was served to anybody (shared) or only to the same API key "
         "(key): how fast an answer comes can tell what was served before.",
         kind="choice",
         choices=SCOPES,
@@ -323,8 +324,8 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         if not isinstance(items, (list, tuple)) or not items:
             raise ValueError("must be whole numbers with commas between, such as 20,12")
         return tuple(_number(i.strip() if isinstance(i, str) else i, "int", 1, meta["high"]) for i in items)
-    if meta.get("off") and raw == "off":
-        return OFF
+    if meta.get("off") and isinstance(raw, str) and raw.lower() == "off":
+        return OFF if kind == "size" else None
     if kind in ("int", "size"):
         return _number(raw, kind, meta["low"], meta["high"])
     if not isinstance(raw, str) or not raw or "\0" in raw:

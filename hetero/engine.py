@@ -147,12 +147,12 @@ class Engine:
             disk.watch(callback)
 
     def close(self) -> None:
-        """Free the devices, and keep what was learned. Nothing runs."""
+        """Keep what was learned, and free the devices. Nothing runs."""
+        if self.speculation is not None:
+            self.speculation.close()  # soon done, while a disk can be slow
         if (disk := self.scheduler.kv.below) is not None:
             disk.close()  # it still reads what the stages have in host memory
         self.runner.close()
-        if self.speculation is not None:
-            self.speculation.close()
 
     def stats(self) -> EngineStats:
         """A snapshot; may be called from any thread."""

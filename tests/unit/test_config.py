@@ -93,6 +93,7 @@ def test_a_folder_and_its_limit(text: str, folder: str, nbytes: int):
         assert loaded.settings.disk_cache == wanted
         assert ("disk_cache", str(wanted)) in [(name, value) for name, value, _ in config.describe(loaded)]
     assert load({"disk_cache": str(wanted)}, {}).settings.disk_cache == wanted
+    assert load({"disk_cache": "Off"}, {"HETERO_DISK_CACHE": text}).settings.disk_cache is None
 
 
 def test_the_formats_are_those_that_are_implemented():
