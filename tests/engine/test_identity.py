@@ -23,7 +23,7 @@ class Case:
 def case(request, smollm2_path, gemma3_path) -> Case:
     path, count, longest = {
         "smollm2": (smollm2_path, scaled(40, 128), 400),
-        "gemma3": (gemma3_path, scaled(12, 24), 1000),  # past the window of 512
+        "gemma3": (gemma3_path, scaled(18, 24), 1000),  # past the window of 512
     }[request.param]
     prompts = make_prompts(path, count, longest)
     alone, _ = answers(path, BASE, prompts, 1)
