@@ -6,7 +6,7 @@ import dataclasses
 from pathlib import Path
 
 import pytest
-from engine.answers import BASE, answers, make_prompts
+from engine.answers import BASE, OUTPUT_TOKENS, answers, make_prompts
 from scale import scaled
 
 
@@ -46,7 +46,8 @@ def test_from_a_warm_cache(case):
 
 def test_with_preemption(case):
     short = [i for i, p in enumerate(case.prompts) if len(p) <= 100]
-    settings = dataclasses.replace(BASE, kv_tokens=192)
+    longest = max(len(case.prompts[i]) for i in short) + OUTPUT_TOKENS
+    settings = dataclasses.replace(BASE, kv_tokens=longest + 32)  # no room for two
     out, stats = answers(case.path, settings, [case.prompts[i] for i in short], 32)
     assert out == [case.alone[i] for i in short]
     assert stats.preemptions > 0
