@@ -13,7 +13,9 @@ from hetero.stats import SpeculationStats
 from spec.base import Draft, Proposer
 from spec.policy import Acceptance, Policy, RequestAcceptance
 
-LONGEST_PAUSE = 4  # steps from one look at a request whose guesses are unlikely to the next: looks cost time
+LONGEST_PAUSE = 8  # steps from one look at a request whose guesses are unlikely to the next: looks cost time
+COST_EVERY = 4  # of the steps without guesses, whose costs change slowly, one in so many is taken in
+NOTHING = Draft([], 0)
 
 Chain = Callable[[Request], Sequence[Proposer]]
 
@@ -28,7 +30,7 @@ class _Guessed:
         self.proposers: Sequence[Proposer] = ()
         self.known = 0  # tokens that the proposers were told
         self.best = 0  # the proposer of `draft`
-        self.draft = Draft([], 0)
+        self.draft = NOTHING
         self.pause = self.skip = 0  # steps from the last look to the next one, and what is left of them
 
     def chances(self, limit: int) -> list[float]:
@@ -92,6 +94,9 @@ class Speculation:
             for i, draft in drafts.items():
                 found[i].believe(len(self._names) - 1, draft)
                 chances[i] = acceptance[i].chances(limits[i])
+        if not any(chances):
+            self.stats.chosen.observe(0, len(due))
+            return [[] for _ in due]
         counts = self._policy.choose(chances, room)
         for count in counts:
             self.stats.chosen.observe(count)
@@ -104,17 +109,17 @@ class Speculation:
 
     def _propose(self, request: Request) -> _Guessed:
         guessed = self._requests[request.request_id]
-        guessed.draft = Draft([], 0)
         if guessed.skip > 1:
             guessed.skip -= 1
-            guessed.acceptance.propose(0, guessed.draft)
+            if guessed.draft is not NOTHING:
+                guessed.believe(0, NOTHING)
             return guessed
         guessed.skip = 0
         if not guessed.known:
             guessed.proposers = self._chain(request)
         news = request.token_ids(guessed.known, request.num_tokens)
         guessed.known += len(news)
-        best = Draft([], 0)
+        best = NOTHING
         for index, proposer in enumerate(guessed.proposers):
             proposer.extend(news)
             draft = proposer.propose(self._max_tokens)
@@ -125,19 +130,26 @@ class Speculation:
 
     def observe(self, step: Step, token_ids: Sequence[Sequence[int]], num_accepted: Sequence[int]) -> None:
         """What a step's requests got, and how many of their guesses were right."""
+        singles = 0
         for request, draft, tokens, accepted in zip(
             step.requests, step.drafts, token_ids, num_accepted, strict=True
         ):
             guessed = self._requests.get(request.request_id)
             if guessed is None or not tokens:
                 continue
-            guessed.acceptance.observe(tokens)
-            self.stats.request_tokens.observe(len(tokens))
+            if guessed.draft is not NOTHING:
+                guessed.acceptance.observe(tokens)
+            if len(tokens) == 1:
+                singles += 1
+            else:
+                self.stats.request_tokens.observe(len(tokens))
             if draft:
                 name = self._names[guessed.best]
                 self.stats.drafted[name] += len(draft)
                 for position in range(accepted):
                     self.stats.accepted[name][position] += 1
+        if singles:
+            self.stats.request_tokens.observe(1, singles)
 
     def observe_seconds(self, step: Step, seconds: float) -> None:
         """What a step took. Only steps without prompts say what a token more costs."""
@@ -146,8 +158,11 @@ class Speculation:
         if self._drafting is not None:
             self.stats.draft_seconds = self._drafting.model.seconds
             seconds = self._drafting.take_seconds(seconds, 0 if decodes else step.num_tokens)
-        if step.requests and decodes:
-            self._policy.cost.observe(step.num_tokens, seconds)
+        if not step.requests or not decodes:
+            return
+        cost = self._policy.cost
+        if drafted or step.step_id % COST_EVERY == 0 or not cost.is_settled(step.num_tokens):
+            cost.observe(step.num_tokens, seconds)
 
     def close(self) -> None:
         """Nothing is guessed any more."""

@@ -20,6 +20,7 @@ from .base import Draft
 MARGIN = 1.03  # a gain below this is noise
 RETRY = 64  # decisions against any draft, after which one is tried all the same: its cost may have changed
 LIKELY = 0.5  # expected tokens that make such a try worth while
+STEEPNESS = 0.5  # costs grow less from token to token, but not at once
 FREE_TOKENS = 8  # so many tokens double a step, as long as nothing has been measured
 
 _EXACT = 16  # step sizes up to here have an entry of their own
@@ -60,11 +61,16 @@ class StepCost:
             self._seconds[at] *= change
             self._tokens[at] += _RATE * (num_tokens - self._tokens[at])
 
+    def is_settled(self, num_tokens: int) -> bool:
+        """Whether steps of about so many tokens were measured often enough."""
+        return bool(self._seen[_index(num_tokens)] >= _SETTLED)
+
     def estimate(self, first: int, count: int) -> np.ndarray:
         """Seconds of steps of `first`, `first` + 1, .. tokens: float64 [count], never falling.
 
         Between measured sizes on straight lines, beyond them as steep as over the upper half of them: what
-        lies next to each other differs by chance. 1 + T / FREE_TOKENS where that is not known.
+        lies next to each other differs by chance. 1 + T / FREE_TOKENS where that is not known. For the same
+        reason, tokens behind `first` cost STEEPNESS of what those before did on average, at least.
         """
         wanted = np.arange(first, first + count, dtype=np.float64)
         known = np.flatnonzero(self._seen)
@@ -78,7 +84,11 @@ class StepCost:
             guess = np.where(wanted > x[-1], y[-1] + slope * (wanted - x[-1]), guess)
         inside = np.interp(wanted, x, y)
         below = y[0] * (FREE_TOKENS + wanted) / (FREE_TOKENS + x[0])
-        return np.where(wanted > x[-1], guess, np.where(wanted < x[0], below, inside))
+        found = np.where(wanted > x[-1], guess, np.where(wanted < x[0], below, inside))
+        if x[0] < first:
+            slope = STEEPNESS * (found[0] - y[0]) / (first - x[0])
+            found = np.maximum(found, found[0] + slope * (wanted - first))
+        return found
 
     def check_invariants(self) -> None:
         known = self._seen > 0

@@ -35,6 +35,7 @@ NOUNS = """
 order invoice customer product payment shipment account ticket message report session device
 """.split()  # noqa: SIM905
 VERBS = ["load", "save", "check", "update", "count", "merge", "filter", "sort", "print", "parse"]
+WORKLOADS = ("edit", "prose", "similar")
 CTX = 4096
 
 Results = dict[tuple[str, int, str], list[float]]  # (workload, clients, server) -> tokens per second
@@ -67,7 +68,7 @@ def edit(rng: random.Random) -> dict[str, Any]:
 
 
 def prose(rng: random.Random) -> dict[str, Any]:
-    body = {"prompt": text(rng, 64), "max_tokens": 128, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    body = {"prompt": text(rng, 64), "max_tokens": 384, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
     return {**body, "seed": rng.randrange(1 << 30)}
 
 
@@ -107,12 +108,14 @@ def measure(servers: list[Server], args: argparse.Namespace, results: Results) -
     for number in range(args.repeat):
         order = servers[number % len(servers) :] + servers[: number % len(servers)]
         for name, draw in (("edit", edit), ("prose", prose)):
+            if name not in args.only:
+                continue
             for clients in args.clients:
                 for server in order:
                     rng = random.Random(f"{args.seed}/{number}/{name}/{clients}")
                     rate = asyncio.run(decode_rate(server.base, [draw(rng) for _ in range(clients)]))
                     _note(results, (name, clients, server.name), rate)
-        for server in order:
+        for server in order if "similar" in args.only else ():
             for warm in (False, True):
                 seed = f"{args.seed}/{number}/similar/{warm}"
                 if warm:
@@ -179,6 +182,7 @@ def main() -> None:
     parser.add_argument("--threads", type=int, default=usable_cores())
     parser.add_argument("--spec", nargs="*", default=["store"], help="values of --spec besides off")
     parser.add_argument("--clients", nargs="*", type=int, default=[1, 8, 16])
+    parser.add_argument("--only", nargs="*", choices=WORKLOADS, default=WORKLOADS)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--seed", type=int, default=random.randrange(1 << 30))
     args = parser.parse_args()

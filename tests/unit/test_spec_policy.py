@@ -195,3 +195,15 @@ def test_verify_takes_tokens_until_a_guess_is_wrong():
 
     assert verify([[5, 6, 7], [5, 9], [1, 2, 3, 4], [1], []], sample) == [3, 1, 2, 0, 0]
     assert calls == [([0, 1, 2, 3, 4], 0), ([0, 1, 2], 1), ([0, 2], 2), ([0], 3)]
+
+
+def test_what_lies_next_to_each_other_differs_by_chance():
+    cost = StepCost()
+    for _ in range(20):
+        cost.observe(1, 1.0)
+        cost.observe(9, 5.0)
+    cost.observe(10, 5.0)
+    cost.observe(10, 5.0)
+    steps = np.diff(cost.estimate(9, 4))
+    assert (steps >= 0.25 - 1e-9).all(), "half of what a token costs between 1 and 9"
+    assert cost.is_settled(9) and not cost.is_settled(10)
