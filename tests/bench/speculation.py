@@ -64,6 +64,9 @@ def source_file(rng: random.Random, lines: int) -> str:
 def edit(rng: random.Random) -> dict[str, Any]:
     source = source_file(rng, 150)
     prompt = f"utils.py:\n```python\n{source}\n```\n\nutils.py with `result` renamed to `found`:\n```python\n"
+    prompt += (
+        "\n".join(source.replace("result", "found").split("\n")[:30]) + "\n"
+    )  # a small model needs a start
     return {"prompt": prompt, "max_tokens": 400, "temperature": 0}
 
 
