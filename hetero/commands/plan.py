@@ -140,13 +140,13 @@ def _host_tokens(prepared: Prepared) -> list[tuple[str, int]]:
 def _disk_tokens(prepared: Prepared, disk: FolderLimit) -> list[tuple[str, int]]:
     """(format, tokens that the disk cache would hold in it): a file for the block of each group."""
     from hetero.kv.disk_entry import HEADER_BYTES
-    from hetero.kv.disk_folder import DISK_BLOCK
+    from hetero.kv.disk_folder import bytes_on_disk
     from hetero.plan.planner import BLOCK_SIZE
 
     pools, block = sum(s.kv_bytes for s in prepared.plan.stages), sum(prepared.host.block_bytes)
     found = []
     for one in prepared.plan.formats:
-        size = -(-(HEADER_BYTES + block * one.nbytes // pools) // DISK_BLOCK) * DISK_BLOCK
+        size = bytes_on_disk(HEADER_BYTES + block * one.nbytes // pools)
         found.append((one.name, disk.nbytes // size * BLOCK_SIZE))
     return found
 

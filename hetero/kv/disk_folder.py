@@ -136,7 +136,7 @@ class DiskFolder:
         if held & mask == mask:
             self.touch(key)
             return True
-        size = _on_disk(HEADER_BYTES + sum(part.nbytes for part in parts))
+        size = bytes_on_disk(HEADER_BYTES + sum(part.nbytes for part in parts))
         if self.is_paused or not self._make_room(size):
             return False
         part = self.folder / "parts" / f"{os.getpid()}.{uuid.uuid4().hex}"
@@ -307,7 +307,7 @@ class DiskFolder:
             with contextlib.suppress(OSError):
                 stat = item.stat(follow_symlinks=False)
                 if item.is_file(follow_symlinks=False):
-                    known = _Known(int(name[2], 16), _on_disk(stat.st_size), stat.st_mtime)
+                    known = _Known(int(name[2], 16), bytes_on_disk(stat.st_size), stat.st_mtime)
                     yield stat.st_mtime, (model, bytes.fromhex(name[1])), known
 
     def _remove_dead_parts(self) -> None:
@@ -342,7 +342,8 @@ class DiskFolder:
                 assert known.size % DISK_BLOCK == 0 and 0 < known.mask < 1 << 32
 
 
-def _on_disk(nbytes: int) -> int:
+def bytes_on_disk(nbytes: int) -> int:
+    """What a file of so many bytes takes."""
     return -(-nbytes // DISK_BLOCK) * DISK_BLOCK
 
 

@@ -24,6 +24,7 @@ from pathlib import Path
 
 import aiohttp
 import psutil
+from load import completion_events
 from servers import Server, free_port, llama_binary, metric, running
 from workload import text
 
@@ -56,19 +57,11 @@ async def ask(base: str, prompt: str, max_tokens: int = ANSWER) -> Answer:
     timeout = aiohttp.ClientTimeout(total=600)
     async with aiohttp.ClientSession(base, timeout=timeout) as session:
         started = time.perf_counter()
-        async with session.post("/v1/completions", json=body) as answer:
-            if answer.status != 200:
-                raise RuntimeError(f"HTTP {answer.status}: {(await answer.text())[:300]}")
-            async for line in answer.content:
-                if not line.startswith(b"data: ") or line.startswith(b"data: [DONE]"):
-                    continue
-                event = json.loads(line[6:])
-                if "error" in event:
-                    raise RuntimeError(str(event["error"]))
-                parts += [choice.get("text", "") for choice in event["choices"]]
-                if first is None and any(parts):
-                    first = time.perf_counter() - started
-                usage = event.get("usage") or usage
+        async for event in completion_events(session, body):
+            parts += [choice.get("text", "") for choice in event["choices"]]
+            if first is None and any(parts):
+                first = time.perf_counter() - started
+            usage = event.get("usage") or usage
     cached = (usage.get("prompt_tokens_details") or {}).get("cached_tokens", -1)
     return Answer(first or 0.0, "".join(parts), usage.get("prompt_tokens", -1), cached)
 

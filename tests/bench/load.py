@@ -5,7 +5,9 @@ from __future__ import annotations
 import asyncio
 import json
 import time
+from collections.abc import AsyncIterator
 from dataclasses import dataclass
+from typing import Any
 
 import aiohttp
 from workload import Job
@@ -41,6 +43,20 @@ async def _send(session: aiohttp.ClientSession, job: Job, started: float) -> Tim
     }
     first = None
     usage = None
+    async for event in completion_events(session, body):
+        if first is None and any(choice.get("text") for choice in event["choices"]):
+            first = time.perf_counter()
+        usage = event.get("usage") or usage
+    end = time.perf_counter()
+    if usage is None or usage["completion_tokens"] != job.max_tokens:
+        raise RuntimeError(f"asked for {job.max_tokens} tokens, usage is {usage}")
+    return Timing((first or end) - started, end - started, usage["prompt_tokens"], usage["completion_tokens"])
+
+
+async def completion_events(
+    session: aiohttp.ClientSession, body: dict[str, Any]
+) -> AsyncIterator[dict[str, Any]]:
+    """The events of a streamed /v1/completions. Raises RuntimeError when it fails."""
     async with session.post("/v1/completions", json=body) as answer:
         if answer.status != 200:
             raise RuntimeError(f"HTTP {answer.status}: {(await answer.text())[:300]}")
@@ -50,13 +66,7 @@ async def _send(session: aiohttp.ClientSession, job: Job, started: float) -> Tim
             event = json.loads(line[6:])
             if "error" in event:
                 raise RuntimeError(str(event["error"]))
-            if first is None and any(choice.get("text") for choice in event["choices"]):
-                first = time.perf_counter()
-            usage = event.get("usage") or usage
-    end = time.perf_counter()
-    if usage is None or usage["completion_tokens"] != job.max_tokens:
-        raise RuntimeError(f"asked for {job.max_tokens} tokens, usage is {usage}")
-    return Timing((first or end) - started, end - started, usage["prompt_tokens"], usage["completion_tokens"])
+            yield event
 
 
 def measure(timings: list[Timing]) -> dict[str, float]:

@@ -9,29 +9,19 @@ from typing import Any
 import numpy as np
 import pytest
 from engine.answers import BASE, answers
+from tier_tools import LLAMA, ONE, SMALL, TWO, WINDOWS, contexts, same_everywhere
 from tiny_models import tiny_model
 
 from hetero.config import OFF, FolderLimit
-from hetero.kv.costs import MoveCosts
 from hetero.kv_types import KVTypes
 from hetero.launch import LaunchError, load, prepare
-from hetero.plan import devices
 
 TOKENS = 8
-LLAMA: dict[str, Any] = {"arch": "llama", "n_layers": 3}
-WINDOWS: dict[str, Any] = {
-    "arch": "gemma3", "n_layers": 3, "sliding_window": 48, "sliding_window_pattern": 2
-}  # fmt: skip
-ONE: dict[str, Any] = {"threads": 1}
-TWO: dict[str, Any] = {"device": ("CPU:threads=1",) * 2, "split": (1, 2)}
 
 
 @pytest.fixture(autouse=True)
 def always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices of one thread each on any machine, not pinned; a copy is always taken for cheaper."""
-    around = devices.Around(cores=lambda: (), usable_cores=lambda: 8)
-    monkeypatch.setattr(devices, "Around", lambda: around)
-    monkeypatch.setattr(MoveCosts, "observe", lambda *_: None)
+    same_everywhere(monkeypatch)
 
 
 @pytest.mark.parametrize(
@@ -42,14 +32,10 @@ def always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_the_same_text_as_alone_after_a_restart(
     model: dict[str, Any], stages: dict[str, Any], tmp_path: Path
 ) -> None:
-    path, rng = tiny_model(tmp_path / "m.gguf", seed=5, **model), np.random.default_rng(2)
-    shared = rng.integers(3, 300, 40).tolist()
-    own = [rng.integers(3, 300, int(rng.integers(60, 130))).tolist() for _ in range(8)]
-    prompts = [(shared if i % 2 else []) + ids for i, ids in enumerate(own)]
-    small = dataclasses.replace(BASE, kv_tokens=512, ctx=192, max_num_batched_tokens=64, **ONE)
-    alone, _ = answers(path, small, prompts, 1, tokens=TOKENS)
+    path, prompts = tiny_model(tmp_path / "m.gguf", seed=5, **model), contexts(8)
+    alone, _ = answers(path, SMALL, prompts, 1, tokens=TOKENS)
     kept = FolderLimit(str(tmp_path / "cache"), 64 << 20)
-    tiered = dataclasses.replace(small, disk_cache=kept, **stages)
+    tiered = dataclasses.replace(SMALL, disk_cache=kept, **stages)
     got, stats = answers(path, tiered, prompts, 2, tokens=TOKENS)
     assert got == alone
     again, stats = answers(path, tiered, prompts, 2, tokens=TOKENS)

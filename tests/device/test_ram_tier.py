@@ -6,43 +6,21 @@ import dataclasses
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 from engine import answers as run
-from engine.answers import BASE, answers
+from engine.answers import answers
+from tier_tools import LLAMA, ONE, SMALL, TWO, WINDOWS, contexts, same_everywhere
 from tiny_models import tiny_model
 
 from hetero import launch
 from hetero.config import FolderLimit
-from hetero.kv.costs import MoveCosts
-from hetero.plan import devices
 
 TOKENS = 10
-LLAMA: dict[str, Any] = {"arch": "llama", "n_layers": 3}
-WINDOWS: dict[str, Any] = {
-    "arch": "gemma3", "n_layers": 3, "sliding_window": 48, "sliding_window_pattern": 2
-}  # fmt: skip
-ONE: dict[str, Any] = {"threads": 1}
-TWO: dict[str, Any] = {"device": ("CPU:threads=1",) * 2, "split": (1, 2)}
 
 
 @pytest.fixture(autouse=True)
 def always_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Devices of one thread each on any machine, not pinned; a copy is always taken for cheaper."""
-    around = devices.Around(cores=lambda: (), usable_cores=lambda: 8)
-    monkeypatch.setattr(devices, "Around", lambda: around)
-    monkeypatch.setattr(MoveCosts, "observe", lambda *_: None)
-
-
-def contexts(count: int) -> list[list[int]]:
-    """Every second one begins like the others."""
-    rng = np.random.default_rng(2)
-    shared = rng.integers(3, 300, 40).tolist()
-    own = [rng.integers(3, 300, int(rng.integers(60, 130))).tolist() for _ in range(count)]
-    return [(shared if i % 2 else []) + ids for i, ids in enumerate(own)]
-
-
-SMALL = dataclasses.replace(BASE, kv_tokens=512, ctx=192, max_num_batched_tokens=64, max_num_seqs=2, **ONE)
+    same_everywhere(monkeypatch)
 
 
 @pytest.mark.parametrize(
