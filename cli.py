@@ -19,8 +19,9 @@ from hetero.commands.options import (
     settings_options,
     temperature_option,
 )
-from hetero.config import LOG_LEVELS, parse_size
 from hetero.kv_types import parse_several
+from hetero.settings import LOG_LEVELS
+from hetero.sizes import parse_size
 
 
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})

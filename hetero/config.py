@@ -8,218 +8,22 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
-import re
 import tomllib
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from hetero.kv_types import F16, KVTypes, parse_kv_types
+from hetero.kv_types import parse_kv_types
+from hetero.settings import OFF, SPECS, FolderLimit, Settings, flag_name
+from hetero.sizes import format_size, parse_size
 from hetero.spec_setting import parse_spec
 
 CONFIG_FILE = "hetero.toml"
-LOG_LEVELS = ("debug", "info", "warning", "error")
-OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
-ISOLATION = ("auto", "all", "off")
-SCOPES = ("shared", "key")
-MAX_STEP_DRAFTS = 64  # guessed tokens in a step; each wants a row of logits
-OFF = -1  # a size that was switched off
-_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([KMGT]?)(?:i?B)?", re.IGNORECASE)
-_SIZE_UNITS = {"": 1, "K": 1 << 10, "M": 1 << 20, "G": 1 << 30, "T": 1 << 40}
 
 
 class SettingError(ValueError):
     """A setting that cannot be used: one line that names it and where it came from."""
-
-
-@dataclass(frozen=True, slots=True)
-class FolderLimit:
-    """A folder and how much may be in it, written DIR:SIZE."""
-
-    folder: str
-    nbytes: int
-
-    def __str__(self) -> str:
-        return f"{self.folder}:{format_size(self.nbytes)}"
-
-
-def setting(default: Any, help: str, *, kind: str, low: int = 0, high: int = 1 << 62, **extra: Any) -> Any:
-    """A field of Settings. `kind`: str, int, size (bytes), list (of str), counts (of int), path, choice,
-    kv_types, folder_limit or spec.
-    """
-    meta = {"help": help, "kind": kind, "low": low, "high": high, **extra}
-    return field(default=default, metadata=meta)
-
-
-@dataclass(frozen=True, slots=True)
-class Settings:
-    """Every setting of the server. Sizes are bytes, counts are plain integers, 0 means "decide for me"."""
-
-    model: str | None = setting(
-        None,
-        "Model to serve: a .gguf file, a folder with one, or a name in the model folder. Without one, the "
-        "packaged default model.",
-        kind="str",
-    )
-    host: str = setting("127.0.0.1", "Address to listen on. 0.0.0.0 lets other machines in.", kind="str")
-    port: int = setting(8080, "Port to listen on.", kind="int", low=1, high=65535)
-    device: tuple[str, ...] = setting(
-        (),
-        "Device to compute on, as `hetero devices` prints it; `CPU:threads=4` sets its threads. Several "
-        "share the layers in this order. Without one: all GPUs, else the CPU.",
-        kind="list",
-    )
-    split: tuple[int, ...] = setting(
-        (), "Layers on each device, such as 20,12, in place of the measured split.", kind="counts"
-    )
-    objective: str = setting(
-        "balanced",
-        "What the split is best for: one user's wait (latency), many users' tokens per second (throughput), "
-        "the largest KV cache (capacity), or max_num_seqs users (balanced).",
-        kind="choice",
-        choices=OBJECTIVES,
-    )
-    pipeline_depth: int = setting(
-        0, "Steps in flight through the devices. 0: one per device.", kind="int", high=64
-    )
-    isolate: str = setting(
-        "auto",
-        "Which devices compute in a process of their own, so that the server outlives a driver that aborts: "
-        "those whose drivers do (auto), all, or none (off).",
-        kind="choice",
-        choices=ISOLATION,
-    )
-    threads: int = setting(0, "CPU threads that compute. 0: one per available core.", kind="int", high=4096)
-    ctx: int = setting(
-        0, "Longest context of one request, in tokens. 0: what the model was trained for.", kind="int"
-    )
-    kv_memory: int = setting(
-        0, "Memory for the KV cache, such as 2GiB. 0: up to a quarter of the free memory.", kind="size"
-    )
-    kv_tokens: int = setting(
-        0, "Tokens that the KV cache holds, in place of kv_memory. 0: what kv_memory holds.", kind="int"
-    )
-    kv_type: KVTypes = setting(  # noqa: RUF009  like the others
-        F16,
-        "Format of the KV cache: f16, fp8 or q8_0, or keys and values apart, such as k=q8_0,v=fp8. fp8 and "
-        "q8_0 hold nearly twice as many tokens in the same memory; docs/quality.md says what they cost.",
-        kind="kv_types",
-    )
-    ram_cache: int = setting(
-        0,
-        "Host memory for blocks that had to leave the KV cache, such as 8GiB; they come back instead of "
-        "being computed again. 0: a quarter of the free memory where a device has its own memory and "
-        "none is a worker's, else none. off: none.",
-        kind="size",
-        off=True,
-    )
-    cache_scope: str = setting(
-        "shared",
-        "Who finds what others have computed: all (shared), or only requests with the same API key (key). "
-        "How soon an answer begins tells whether its prompt was known.",
-        kind="choice",
-        choices=SCOPES,
-    )
-    disk_cache: FolderLimit | None = setting(  # noqa: RUF009  like the others
-        None,
-        "Folder for contexts that are kept on a disk, and how much of it they may take, such as "
-        "/var/cache/hetero:20GiB. They survive restarts. Several servers and models may share the folder. "
-        "Whoever can read it can find out what was asked. off: none.",
-        kind="folder_limit",
-        low=1 << 20,
-        off=True,
-    )
-    max_num_seqs: int = setting(
-        32, "Requests that are computed at the same time; more than that wait.", kind="int", low=1, high=1024
-    )
-    max_num_batched_tokens: int = setting(
-        512,
-        "Tokens computed in one step. A long prompt is cut into chunks of this size, so that it does not "
-        "hold up running requests for longer than one chunk.",
-        kind="int",
-        low=16,
-        high=65536,
-    )
-    spec: str = setting(
-        "store",
-        "Guess tokens ahead and verify them in the same step, which changes no answer: from what the request "
-        "itself repeats (ngram), also from what was served before (store), or not at all (off). Where these "
-        "have no guess, a small model with the same vocabulary can make one (draft:MODEL, which comes after "
-        "store, or ngram,draft:MODEL). How many guesses are made and computed is decided from step to step "
-        "by what they cost and how often they are right.",
-        kind="spec",
-    )
-    spec_device: str | None = setting(
-        None,
-        "Device of the draft model, as --device has it. Without one: the model's own graphics card, if it "
-        "has room, else the CPU.",
-        kind="str",
-    )
-    spec_tokens: int = setting(
-        16, "Tokens that are guessed ahead at most.", kind="int", low=1, high=MAX_STEP_DRAFTS
-    )
-    spec_store: str | None = setting(
-        None,
-        "File in which what --spec store has learned is kept from one start to the next. It holds pieces of "
-        "what was served. Without one it is forgotten.",
-        kind="path",
-    )
-    spec_corpus: str | None = setting(
-        None, "Folder of texts, such as source code, that --spec store learns at the start.", kind="path"
-    )
-    spec_memory: int = setting(
-        64 << 20,
-        "Memory for what --spec store learns. 14 bytes a token, taken as it fills up.",
-        kind="size",
-        low=1 << 20,
-        high=1 << 32,
-    )
-    spec_scope: str = setting(
-        "shared",
-        "Whether --spec store guesses from what was served to anybody (shared) or only to the same API key "
-        "(key): how fast an answer comes can tell what was served before.",
-        kind="choice",
-        choices=SCOPES,
-    )
-    api_key: tuple[str, ...] = setting((), "Key that clients must send.", kind="list", secret=True)
-    api_key_file: str | None = setting(None, "File with one API key on each line.", kind="path")
-    allowed_host: tuple[str, ...] = setting(
-        (),
-        "Host name, besides this machine's own, under which clients may call the server.",
-        kind="list",
-    )
-    allowed_origin: tuple[str, ...] = setting(
-        (),
-        "Origin of a web page that may call the server from a browser, such as http://localhost:3000.",
-        kind="list",
-    )
-    max_body: int = setting(32 << 20, "Largest request body, such as 32MiB.", kind="size", low=1024)
-    chat_template: str | None = setting(
-        None, "File with a Jinja chat template to use in place of the model's own.", kind="path"
-    )
-    model_name: str | None = setting(
-        None, "Name of the model in the API. Default: the file's name.", kind="str"
-    )
-    log_level: str = setting("info", "What is logged to stderr.", kind="choice", choices=LOG_LEVELS)
-
-    @property
-    def draft_rows(self) -> int:
-        """Rows of logits that guesses need in a step."""
-        return 0 if self.spec == "off" else MAX_STEP_DRAFTS
-
-    @property
-    def spec_ngrams(self) -> str:
-        """What --spec says without the draft model."""
-        return parse_spec(self.spec).ngrams
-
-    @property
-    def spec_draft(self) -> str | None:
-        """The draft model of --spec."""
-        return parse_spec(self.spec).draft
-
-
-SPECS: dict[str, dataclasses.Field[Any]] = {f.name: f for f in dataclasses.fields(Settings)}
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,21 +32,6 @@ class Loaded:
 
     settings: Settings
     sources: Mapping[str, str]
-
-
-def flag_name(name: str) -> str:
-    """The command-line spelling of a setting; the model is an argument."""
-    return "MODEL" if name == "model" else "--" + name.replace("_", "-")
-
-
-def parse_size(text: str | int) -> int:
-    """Bytes of `2GiB`, `512M`, `1.5 GB` or `1024`. Units are powers of 1024. ValueError otherwise."""
-    if isinstance(text, int):
-        return text
-    match = _SIZE.fullmatch(text.strip())
-    if match is None:
-        raise ValueError("is not a size such as 512M or 2GiB")
-    return int(float(match[1]) * _SIZE_UNITS[match[2].upper()])
 
 
 def load(
@@ -370,15 +159,6 @@ def describe(loaded: Loaded) -> list[tuple[str, str, str]]:
         text = f"{len(value)} set" if secret else show_value(spec, value)
         rows.append((name, text, loaded.sources[name]))
     return rows
-
-
-def format_size(nbytes: float) -> str:
-    """Bytes for people: 1536 -> '1.5 KiB'."""
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if abs(nbytes) < 1024:
-            return f"{nbytes:.0f} {unit}" if unit == "B" else f"{nbytes:.1f} {unit}"
-        nbytes /= 1024
-    return f"{nbytes:.1f} TiB"
 
 
 def show_value(spec: dataclasses.Field[Any], value: Any) -> str:

@@ -10,8 +10,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
-from hetero.config import Settings
 from hetero.request import Request
+from hetero.settings import Settings
 from hetero.speculation import Speculation
 from quant.gguf import GGUFFile
 from spec.base import Proposer

@@ -16,9 +16,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from hetero import quantizer_child
-from hetero.config import format_size
 from hetero.processes import without_interrupts
 from hetero.quantizer_child import ALIGNMENT, Job
+from hetero.sizes import format_size
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 from quant.types import GGML_TYPES, TYPE_IDS, row_bytes
 

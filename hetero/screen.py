@@ -9,7 +9,7 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import TextIO
 
-from hetero.config import format_size
+from hetero.sizes import format_size
 
 # (what is happening, how much of the whole is done: 0 to 1)
 ProgressCallback = Callable[[str, float], None]

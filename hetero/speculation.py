@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from hetero.batch import Step
-from hetero.config import MAX_STEP_DRAFTS
 from hetero.draft_model import DraftModel
 from hetero.drafting import NAME, Drafting
 from hetero.request import Request
+from hetero.settings import MAX_STEP_DRAFTS
 from hetero.stats import SpeculationStats
 from spec.base import Draft, Proposer
 from spec.policy import Acceptance, Policy, RequestAcceptance

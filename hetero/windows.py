@@ -15,11 +15,11 @@ from pathlib import Path
 import numpy as np
 
 from hetero.batch import Batch
-from hetero.config import OFF, Settings
 from hetero.kv.groups import KVGroup
 from hetero.kv_types import F16, KVTypes
-from hetero.launch import Prepared, prepare, require_fit
 from hetero.plan.planner import BLOCK_SIZE
+from hetero.prepare import Prepared, prepare, require_fit
+from hetero.settings import OFF, Settings
 from hetero.text.tokenizer import Tokenizer
 
 CHUNK = 64  # tokens in a step; bounds the memory for logits (64 MiB at 262,144 tokens of vocabulary)

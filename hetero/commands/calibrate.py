@@ -7,8 +7,8 @@ import json
 from typing import TYPE_CHECKING
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import Settings
 from hetero.screen import loading
+from hetero.settings import Settings
 
 if TYPE_CHECKING:
     from hetero.plan.times import DeviceTimes
@@ -21,7 +21,7 @@ def calibrate(settings: Settings, as_json: bool) -> int:
 
     Exit code 1 when a device cannot be measured.
     """
-    from hetero.launch import LaunchError, measure_devices
+    from hetero.prepare import LaunchError, measure_devices
 
     try:
         with loading() as progress:

@@ -6,13 +6,13 @@ import dataclasses
 import json
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import format_size
+from hetero.sizes import format_size
 
 
 def devices(as_json: bool) -> int:
     """List devices, and what of the list deserves a word. Exit code 1 when ggml cannot be loaded."""
-    from hetero.launch import LaunchError, list_devices
     from hetero.plan.devices import hiding_notes, same_card
+    from hetero.prepare import LaunchError, list_devices
 
     try:
         found = list_devices()

@@ -9,11 +9,12 @@ from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
 from hetero.commands.inspect import fail
-from hetero.config import Settings
-from hetero.launch import LaunchError, launch
+from hetero.launch import launch
+from hetero.prepare import LaunchError
 from hetero.request import FinishReason, RequestError
 from hetero.sampling.params import ParamError, SamplingParams
 from hetero.screen import loading
+from hetero.settings import Settings
 
 if TYPE_CHECKING:
     from hetero.async_engine import AsyncEngine

@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from hetero.commands.inspect import fail
-from hetero.config import Settings
-from hetero.launch import LaunchError, Prepared, open_observer
+from hetero.launch import open_observer
+from hetero.prepare import LaunchError, Prepared
 from hetero.screen import ProgressCallback, loading
+from hetero.settings import Settings
 from hetero.text.tokenizer import Tokenizer
 from hetero.windows import WindowError, batches, cut, limited, prepare_model, read_tokens
 from quant.imatrix_writer import save_imatrix

@@ -9,7 +9,8 @@ from typing import Any
 
 import click
 
-from hetero.config import SPECS, SettingError, flag_name
+from hetero.config import SettingError
+from hetero.settings import SPECS, flag_name
 
 # What decides how a model is loaded; the rest of the settings are the server's.
 ENGINE = (

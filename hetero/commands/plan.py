@@ -8,15 +8,16 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import FolderLimit, Settings, format_size
 from hetero.screen import loading
+from hetero.settings import FolderLimit, Settings
+from hetero.sizes import format_size
 
 if TYPE_CHECKING:
-    from hetero.launch import Prepared
     from hetero.plan.devices import DeviceChoice
     from hetero.plan.draft import DraftPlan
     from hetero.plan.forecast import Forecast
     from hetero.plan.planner import StagePlan
+    from hetero.prepare import Prepared
 
 BAR = 48  # characters
 USES = (("weights", "#", "cyan"), ("KV cache", "=", "green"), ("compute", "+", "yellow"))
@@ -27,8 +28,8 @@ def plan(settings: Settings, as_json: bool, calibrate: bool | None) -> int:
 
     `calibrate`: measure the devices again (True), or never (False); None: where it was never done.
     """
-    from hetero.launch import LaunchError, prepare, require_fit
     from hetero.plan.make import AGAIN, GUESSED, MISSING
+    from hetero.prepare import LaunchError, prepare, require_fit
 
     measure = {None: MISSING, True: AGAIN, False: GUESSED}[calibrate]
     try:

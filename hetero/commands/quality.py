@@ -20,11 +20,13 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import Settings, format_size
-from hetero.launch import LaunchError, Prepared, open_runner
+from hetero.launch import open_runner
 from hetero.plan.facts import quantization
 from hetero.plan.sizes import SPARE
+from hetero.prepare import LaunchError, Prepared
 from hetero.screen import ProgressCallback, loading
+from hetero.settings import Settings
+from hetero.sizes import format_size
 from hetero.text.tokenizer import Tokenizer
 from hetero.windows import WindowError, batches, cut, limited, prepare_model, read_tokens
 from quant.quality import Bounds, Comparison, Estimate, NotFiniteError, Summary

@@ -18,10 +18,10 @@ from hetero.commands.quality import (
     plus_minus,
     show_table,
 )
-from hetero.config import Settings
 from hetero.kv_types import F16, KVTypes
-from hetero.launch import LaunchError, Prepared
+from hetero.prepare import LaunchError, Prepared
 from hetero.screen import loading
+from hetero.settings import Settings
 from hetero.text.tokenizer import Tokenizer
 from hetero.windows import WindowError, cut, prepare_model, read_tokens
 from quant.quality import Bounds, Summary

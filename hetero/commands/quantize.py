@@ -15,7 +15,6 @@ from pathlib import Path
 from typing import Any
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import format_size
 from hetero.models import ModelError, resolve
 from hetero.plan.devices import usable_cores
 from hetero.quantizer import (
@@ -30,6 +29,7 @@ from hetero.quantizer import (
 )
 from hetero.quantizer_child import ALIGNMENT
 from hetero.screen import format_count, loading
+from hetero.sizes import format_size
 from quant.ftypes import FLOAT_FTYPES, FTYPES, TENSOR_TYPES
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 from quant.imatrix import load_imatrix

@@ -15,12 +15,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.commands.inspect import fail, print_table
-from hetero.config import Loaded, Settings, describe
+from hetero.config import Loaded, describe
 from hetero.screen import Placement, StartScreen, loading, show_start
+from hetero.settings import Settings
 
 if TYPE_CHECKING:
     from hetero.async_engine import AsyncEngine
-    from hetero.launch import Prepared
+    from hetero.prepare import Prepared
 
 
 class PortError(Exception):
@@ -35,7 +36,8 @@ def print_config(loaded: Loaded) -> int:
 
 def serve(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C. Exit code 1, and one line, when that cannot begin."""
-    from hetero.launch import LaunchError, load, prepare, require_fit
+    from hetero.launch import load
+    from hetero.prepare import LaunchError, prepare, require_fit
 
     started = time.monotonic()
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
@@ -131,7 +133,7 @@ def is_loopback(host: str) -> bool:
 
 def api_keys(settings: Settings) -> tuple[str, ...]:
     """Keys of --api-key and of --api-key-file, one a line. LaunchError when the file gives none."""
-    from hetero.launch import LaunchError
+    from hetero.prepare import LaunchError
 
     if settings.api_key_file is None:
         return settings.api_key

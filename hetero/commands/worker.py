@@ -15,7 +15,7 @@ from typing import Any
 
 from hetero.commands.inspect import fail
 from hetero.commands.serve import PortError, bind, is_loopback
-from hetero.config import format_size
+from hetero.sizes import format_size
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,9 +35,9 @@ class Options:
 
 def worker(options: Options) -> int:
     """Serve until SIGTERM or Ctrl-C. Exit code 1, and one line, when that cannot begin."""
-    from hetero.launch import LaunchError, list_devices
     from hetero.pipeline import session
     from hetero.plan.devices import usable_cores
+    from hetero.prepare import LaunchError, list_devices
     from hetero.worker.secret import SecretError, find_secret
     from hetero.worker.server import Worker
 

@@ -16,9 +16,9 @@ from pathlib import Path
 
 import psutil
 
-from hetero.config import format_size
 from hetero.kv.disk_entry import HEADER_BYTES, BadEntry, Parts, read_entry, write_entry
 from hetero.kv.prefix_tree import KEY_BYTES
+from hetero.sizes import format_size
 from hetero.stats import DiskStats
 
 log = logging.getLogger(__name__)

@@ -9,16 +9,17 @@ from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
 
-from hetero.config import FolderLimit, format_size
 from hetero.kv.disk_cache import DiskCache
 from hetero.kv.disk_entry import HEADER_BYTES
 from hetero.kv.disk_folder import DiskFolder
 from hetero.kv.disk_tier import DiskTier
 from hetero.kv.fingerprint import fingerprint
+from hetero.settings import FolderLimit
+from hetero.sizes import format_size
 
 if TYPE_CHECKING:
     from hetero.kv.manager import KVManager
-    from hetero.launch import Prepared
+    from hetero.prepare import Prepared
 
 log = logging.getLogger(__name__)
 

@@ -23,13 +23,13 @@ from backends.ggml.endpoint import split_address
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageSpec
 from hetero import __version__
-from hetero.config import format_size
 from hetero.pipeline import handshake
 from hetero.pipeline.channel import ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.channel_stage import ChannelStage
 from hetero.pipeline.messages import largest_result, one_line, open_header
 from hetero.pipeline.part import ModelPart
 from hetero.pipeline.wire import SocketChannel
+from hetero.sizes import format_size
 
 CONNECT_SECONDS = 5.0
 ANSWER_SECONDS = 60.0  # for what takes the worker a start of a process, or a flush of its disk

@@ -22,7 +22,6 @@ from backends.ggml.models.config import ModelConfig, read_config
 from backends.ggml.stage import GgmlStage, StageSpec
 from backends.host_memory import HostMemory, slot_sizes
 from hetero import __version__
-from hetero.config import format_size
 from hetero.pipeline.channel import ChannelClosed, Kind, Message, WireError
 from hetero.pipeline.child import send_ggml_log, serve_stage
 from hetero.pipeline.handshake import SessionKeys
@@ -30,6 +29,7 @@ from hetero.pipeline.messages import largest_step, read_device, read_stage
 from hetero.pipeline.wire import SocketChannel
 from hetero.plan.devices import list_devices
 from hetero.plan.host import free_memory
+from hetero.sizes import format_size
 from hetero.worker.cache import CacheError, PartCache
 from quant.gguf import GGUFFile, open_gguf
 

@@ -10,9 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hetero.config import format_size
 from hetero.models import default_model, list_names, models_folder
 from hetero.plan import devices, kernels
+from hetero.sizes import format_size
 
 PACKAGES = ("llama-cpp-python", "numba", "numpy", "llguidance", "aiohttp")
 

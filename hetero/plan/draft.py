@@ -9,7 +9,6 @@ from backends.base import DeviceInfo, StageBackend
 from backends.ggml.models.config import ModelConfig, read_config
 from backends.ggml.models.config import ModelError as ConfigError
 from backends.ggml.stage import StageSpec
-from hetero.config import OFF, Settings
 from hetero.kv_types import F16
 from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
@@ -17,6 +16,7 @@ from hetero.plan.devices import DeviceChoice, DeviceError
 from hetero.plan.host_memory import in_main_memory
 from hetero.plan.make import GUESSED, PlanError, Planned, place_of, plan_model
 from hetero.plan.planner import StagePlan, explain_shortage
+from hetero.settings import OFF, Settings
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 
 _SAME = ("model", "bos_token_id", "eos_token_id")

@@ -6,10 +6,11 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from backends.base import BLOCK_SIZE
-from hetero.config import OFF, format_size
 from hetero.kv.groups import KVGroup
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.planner import SHARE, ModelFacts, Plan
+from hetero.settings import OFF
+from hetero.sizes import format_size
 
 WRITTEN_BEHIND = 64  # blocks, beside a context that comes from the disk
 SPARE = 0.9  # of the free memory, the most that may be promised

@@ -7,7 +7,6 @@ from dataclasses import dataclass, replace
 
 from backends.ggml.models.config import ModelConfig
 from backends.kv_format import KV_TYPES, Q8_BLOCK, row_bytes
-from hetero.config import Settings
 from hetero.kv_types import KVTypes
 from hetero.plan.calibrate import OpenStage, Subject
 from hetero.plan.devices import DeviceChoice
@@ -21,6 +20,7 @@ from hetero.plan.reasons import cut_reasons, left_out
 from hetero.plan.split import parts_of
 from hetero.plan.times import DeviceTimes
 from hetero.screen import ProgressCallback
+from hetero.settings import Settings
 from quant.gguf import GGUFFile
 
 CHUNK = 512  # tokens of the largest chunk that is timed

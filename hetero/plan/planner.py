@@ -10,10 +10,10 @@ from dataclasses import dataclass
 
 from backends.base import BLOCK_SIZE
 from backends.ggml.attention_layout import GATHERED
-from hetero.config import format_size
 from hetero.kv.groups import KVGroup
 from hetero.kv_types import F16, KVTypes
 from hetero.plan.sizes import Limits, ModelFacts, Place
+from hetero.sizes import format_size
 
 SHARE = 0.25  # of a memory that programs share, for the KV cache that nobody sized
 MOST_GAINED = 4  # times the tokens that another format may hold in the same memory; they take 1 to 2 bytes

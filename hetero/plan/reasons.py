@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from hetero.config import format_size
 from hetero.plan.problem import SplitProblem
 from hetero.plan.split import Part, Split, overfull, rate, stage_seconds
+from hetero.sizes import format_size
 
 
 def cut_reasons(

@@ -12,7 +12,7 @@ import time
 from pathlib import Path
 from types import TracebackType
 
-from hetero.config import format_size
+from hetero.sizes import format_size
 
 STALE_SECONDS = 3600.0  # a transfer that nobody has written to for so long will not go on
 _NAME = re.compile(r"[0-9a-f]{64}")

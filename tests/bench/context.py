@@ -29,9 +29,9 @@ from servers import Server, free_port, llama_binary, metric, running
 from workload import text
 
 from hetero import __version__
-from hetero.config import parse_size
 from hetero.models import resolve
 from hetero.plan.devices import usable_cores
+from hetero.sizes import parse_size
 
 ANSWER = 24  # tokens
 MIB = 1 << 20

@@ -41,9 +41,9 @@ from backends.ggml.stage import GgmlStage
 from backends.kv_format import row_bytes
 from hetero.commands.quality import compare_all
 from hetero.commands.quality_kv import Formats, compare_formats, prepare_formats
-from hetero.config import Settings
 from hetero.kv_types import KVTypes, parse_several
 from hetero.screen import loading
+from hetero.settings import Settings
 from hetero.text.tokenizer import Tokenizer
 from hetero.windows import cut, prepare_model, read_tokens
 from quant.gguf import open_gguf

@@ -21,15 +21,16 @@ import numpy as np
 from backends.base import BatchLike, StageBackend
 from backends.ggml.stage import StageSpec
 from hetero import launch
-from hetero.config import Settings
 from hetero.engine import Engine
 from hetero.models import resolve
 from hetero.pipeline import opening
 from hetero.plan import devices
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.make import AGAIN
+from hetero.prepare import prepare
 from hetero.request import Request
 from hetero.sampling.params import SamplingParams
+from hetero.settings import Settings
 
 DEVICES = ("CPU:threads=1",) * 2
 SLOTS, PROMPT, OUTPUT, CTX = 16, 64, 128, 256  # half a prompt token for each other, as plans assume
@@ -99,7 +100,7 @@ def speed(engine: Engine, repeat: int) -> tuple[float, list[float], list[float]]
 
 
 def try_split(settings: Settings, repeat: int) -> tuple[float, list[float], list[float]]:
-    prepared = launch.prepare(settings, _quiet)
+    prepared = prepare(settings, _quiet)
     engine = launch.load(prepared, settings, _quiet)[0]._engine
     try:
         return speed(engine, repeat)
@@ -122,7 +123,7 @@ def main() -> None:
     slow_down(args.factor)
     settings = Settings(model=str(model), device=DEVICES, ctx=CTX, kv_tokens=SLOTS * CTX, max_num_seqs=SLOTS)
     settings = dataclasses.replace(settings, objective="throughput")
-    prepared = launch.prepare(settings, _quiet, AGAIN)
+    prepared = prepare(settings, _quiet, AGAIN)
     assert prepared.forecast is not None
     planned = tuple(last - first for first, last in (s.layers for s in prepared.plan.stages))
     layers = prepared.config.n_layer

@@ -12,9 +12,10 @@ from engine.answers import BASE, answers
 from tier_tools import LLAMA, ONE, SMALL, TWO, WINDOWS, contexts, same_everywhere
 from tiny_models import tiny_model
 
-from hetero.config import OFF, FolderLimit
 from hetero.kv_types import KVTypes
-from hetero.launch import LaunchError, load, prepare
+from hetero.launch import load
+from hetero.prepare import LaunchError, prepare
+from hetero.settings import OFF, FolderLimit
 
 TOKENS = 8
 

@@ -13,7 +13,8 @@ from tier_tools import LLAMA, ONE, SMALL, TWO, WINDOWS, contexts, same_everywher
 from tiny_models import tiny_model
 
 from hetero import launch
-from hetero.config import FolderLimit
+from hetero.prepare import prepare
+from hetero.settings import FolderLimit
 
 TOKENS = 10
 
@@ -46,7 +47,7 @@ def test_from_the_disk_to_stages_in_processes_of_their_own(tmp_path: Path) -> No
     disk = FolderLimit(str(tmp_path / "cache"), 1 << 30)
     settings = dataclasses.replace(SMALL, model=str(path), disk_cache=disk, isolate="all", **TWO)
     for round_ in range(2):
-        engine = launch.load(launch.prepare(settings), settings, lambda *_: None)[0]._engine
+        engine = launch.load(prepare(settings), settings, lambda *_: None)[0]._engine
         try:
             assert run._run(engine, prompts, 2, TOKENS) == alone
             engine.write_behind(30)

@@ -10,8 +10,8 @@ import pytest
 from engine.answers import BASE, answers, make_prompts
 from scale import scaled
 
-from hetero.config import Settings
 from hetero.plan import devices
+from hetero.settings import Settings
 
 PROMPTS, LONGEST = scaled(32, 64), 400
 

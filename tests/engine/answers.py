@@ -8,9 +8,10 @@ from pathlib import Path
 import numpy as np
 
 from hetero import launch
-from hetero.config import Settings
+from hetero.prepare import prepare
 from hetero.request import OutputDelta, Request
 from hetero.sampling.params import SamplingParams
+from hetero.settings import Settings
 from hetero.text.tokenizer import Tokenizer
 
 OUTPUT_TOKENS = 36  # more than two blocks: admission reserves one, so a small pool runs out
@@ -29,7 +30,7 @@ def answers(
 ) -> tuple:
     """Greedy tokens of each prompt in the last round, and the engine's counters."""
     settings = dataclasses.replace(settings, model=str(path), max_num_seqs=batch)
-    engine = launch.load(launch.prepare(settings), settings, _ignore)[0]._engine
+    engine = launch.load(prepare(settings), settings, _ignore)[0]._engine
     try:
         for _ in range(rounds):
             out = _run(engine, prompts, batch, tokens)

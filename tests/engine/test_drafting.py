@@ -13,8 +13,9 @@ from tiny_models import tiny_model
 
 import hetero.drafting
 from hetero import launch
-from hetero.config import Settings
 from hetero.engine import Engine
+from hetero.prepare import prepare, require_fit
+from hetero.settings import Settings
 from quant.gguf import open_gguf
 
 PROMPTS, TOKENS = 4, 32
@@ -24,8 +25,8 @@ ON = dataclasses.replace(BASE, ctx=512, kv_tokens=4096, threads=1, max_num_seqs=
 def loaded(path: Path, **changes) -> tuple[Engine, list[str]]:
     """An engine, and what its start table says of the draft model."""
     settings: Settings = dataclasses.replace(ON, model=str(path), **changes)
-    prepared = launch.prepare(settings)
-    launch.require_fit(prepared)
+    prepared = prepare(settings)
+    require_fit(prepared)
     engine, places = launch.load(prepared, settings, lambda *_: None)
     return engine._engine, [place.what for place in places if place.weights and place.kv]
 

@@ -11,8 +11,9 @@ from engine.answers import BASE, _run
 from spec_tools import compute_all
 
 from hetero import launch
-from hetero.config import Settings
 from hetero.kv_types import parse_kv_types
+from hetero.prepare import prepare
+from hetero.settings import Settings
 from hetero.stats import EngineStats
 from hetero.text.tokenizer import Tokenizer
 
@@ -45,7 +46,7 @@ def repeating_prompts(path: Path) -> list[list[int]]:
 def texts(path: Path, settings: Settings, batch: int) -> tuple[list[list[int]], EngineStats]:
     """Greedy answers, with all that is guessed computed, whatever it costs."""
     settings = dataclasses.replace(settings, model=str(path), max_num_seqs=batch)
-    engine = launch.load(launch.prepare(settings), settings, lambda *_: None)[0]._engine
+    engine = launch.load(prepare(settings), settings, lambda *_: None)[0]._engine
     try:
         if engine.speculation is not None:
             compute_all(engine.speculation)
@@ -81,7 +82,7 @@ def test_with_preemption(path: Path, plain: list[list[int]]):
 
 
 def test_in_two_stages(path: Path, plain: list[list[int]]):
-    layers = launch.prepare(dataclasses.replace(ON, model=str(path))).config.n_layer
+    layers = prepare(dataclasses.replace(ON, model=str(path))).config.n_layer
     split = (layers // 2, layers - layers // 2)
     settings = dataclasses.replace(
         BASE, device=("CPU:threads=1", "CPU:threads=1"), split=split, isolate="off"

@@ -25,11 +25,11 @@ import aiohttp
 import psutil
 from scale import THREADS, scaled  # noqa: F401  tests may take it from here
 
-from hetero.config import Settings
 from hetero.kv_types import F16, KVTypes
 from hetero.launch import launch
 from hetero.request import OutputDelta, Request, TokenLogprob
 from hetero.sampling.params import SamplingParams
+from hetero.settings import Settings
 
 from .client import Client, Reply
 

@@ -19,8 +19,8 @@ from click.testing import CliRunner
 import cli
 from hetero import screen
 from hetero.commands import serve
-from hetero.config import SPECS, Settings, flag_name
 from hetero.plan.devices import usable_cores
+from hetero.settings import SPECS, Settings, flag_name
 
 ROOT = Path(__file__).resolve().parents[2]
 COMMANDS = sorted(cli.main.commands)

@@ -8,9 +8,11 @@ import pytest
 
 from backends import kv_format
 from hetero import config
-from hetero.config import SPECS, FolderLimit, SettingError, load, parse_size
+from hetero.config import SettingError, load
 from hetero.config_docs import render_docs
 from hetero.kv_types import KV_TYPES, KVTypes, parse_kv_types, parse_several
+from hetero.settings import SPECS, FolderLimit, Settings
+from hetero.sizes import parse_size
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -22,7 +24,7 @@ def empty_folder(tmp_path, monkeypatch):
 
 def test_defaults():
     loaded = load({}, {})
-    assert loaded.settings == config.Settings()
+    assert loaded.settings == Settings()
     assert set(loaded.sources.values()) == {"default"}
 
 

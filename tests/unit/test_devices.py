@@ -200,7 +200,7 @@ def test_a_bad_setting_stops_the_default_and_explains_a_missing_name():
 
 @pytest.fixture
 def machine(monkeypatch):
-    monkeypatch.setattr("hetero.launch.list_devices", lambda: MACHINE)
+    monkeypatch.setattr("hetero.prepare.list_devices", lambda: MACHINE)
     monkeypatch.setattr("hetero.plan.devices.Around", lambda: replace(AROUND, environ=os.environ))
     for variable in ("CUDA_VISIBLE_DEVICES", "GGML_VK_VISIBLE_DEVICES"):
         monkeypatch.delenv(variable, raising=False)
@@ -226,11 +226,11 @@ def test_the_command_prints_json(machine, capsys):
 
 
 def test_the_command_fails_without_ggml(monkeypatch, capsys):
-    from hetero.launch import LaunchError
+    from hetero.prepare import LaunchError
 
     def fail():
         raise LaunchError("ggml not found")
 
-    monkeypatch.setattr("hetero.launch.list_devices", fail)
+    monkeypatch.setattr("hetero.prepare.list_devices", fail)
     assert command.devices(as_json=False) == 1
     assert capsys.readouterr().err == "hetero: ggml not found\n"

@@ -10,10 +10,10 @@ from tiny_models import bpe_vocab, tiny_model
 
 from backends.base import DeviceInfo
 from backends.ggml.models.config import read_config
-from hetero.config import Settings
 from hetero.plan import devices
 from hetero.plan.draft import DraftPlan, plan_with_draft, vocabulary_difference
 from hetero.plan.make import GUESSED, PlanError, Planned, place_of, plan_model
+from hetero.settings import Settings
 from hetero.spec_setting import Spec, parse_spec
 from quant.gguf import GGUFFile, open_gguf
 

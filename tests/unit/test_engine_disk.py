@@ -12,9 +12,9 @@ from simulated_below import Quiet
 from test_engine_async import INFO, ByteTokenizer, Compiler, read, submit, until
 
 from hetero.async_engine import AsyncEngine
-from hetero.config import FolderLimit
 from hetero.kv.open_disk import DiskCacheError, open_folder
 from hetero.request import FinishReason, Request
+from hetero.settings import FolderLimit
 from hetero.stats import DiskStats
 
 

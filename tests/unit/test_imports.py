@@ -19,7 +19,7 @@ ARROWS = {
     "quant": set(),
     "spec": set(),
 }
-TOUCH_DEVICES = ("hetero.plan", "hetero.pipeline", "hetero.launch")
+TOUCH_DEVICES = ("hetero.plan", "hetero.pipeline", "hetero.prepare", "hetero.launch")
 SERVER_SEES = ("hetero.server", "hetero.async_engine", "hetero.request", "hetero.sampling.params")
 HEAVY = ("numba", "llama_cpp", "aiohttp", "numpy", "jinja2", "llguidance", "rich")
 
@@ -58,7 +58,7 @@ def wrong_arrows(source: str, module: str, is_package: bool = False) -> list[str
         if ours and target != package and target not in ARROWS[package]:
             reason = f"{package} must not import {target}"
         elif package == "hetero" and target == "backends" and not under(module, TOUCH_DEVICES):
-            reason = "only hetero.plan, hetero.pipeline and hetero.launch touch devices"
+            reason = "only hetero.plan, hetero.pipeline, hetero.prepare and hetero.launch touch devices"
         elif under(module, ("hetero.server",)) and ours and not under(name, SERVER_SEES):
             reason = "hetero.server sees only " + ", ".join(SERVER_SEES[1:])
         elif package == "cli" and top and under(name, HEAVY):

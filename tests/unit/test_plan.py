@@ -12,9 +12,8 @@ from tiny_models import tiny_model
 from backends.ggml import layers
 from backends.ggml.layers import DeviceLayers
 from backends.ggml.stage import GgmlStage
-from hetero.config import Settings
 from hetero.kv_types import KVTypes, parse_kv_types
-from hetero.launch import open_stages, prepare
+from hetero.launch import open_stages
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.host import usable_cores
 from hetero.plan.make import GUESSED
@@ -32,6 +31,8 @@ from hetero.plan.planner import (
     make_plan,
 )
 from hetero.plan.sizes import MIN_CONTEXT, SPARE
+from hetero.prepare import prepare
+from hetero.settings import Settings
 
 GIB = 1 << 30
 

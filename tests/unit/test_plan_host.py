@@ -11,9 +11,11 @@ from test_plan_model import FP8, Planner
 from tiny_models import tiny_model
 
 from backends.host_memory import slot_sizes
-from hetero.config import OFF, SettingError, load
-from hetero.launch import LaunchError, _stage_specs, require_fit
+from hetero.config import SettingError, load
+from hetero.launch import _stage_specs
 from hetero.plan.host_memory import WRITTEN_BEHIND, HostPlan, plan_host
+from hetero.prepare import LaunchError, require_fit
+from hetero.settings import OFF
 
 
 @pytest.fixture(scope="module")

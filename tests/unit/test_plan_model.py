@@ -13,13 +13,14 @@ from tiny_models import tiny_model
 
 from backends.ggml.models.config import read_config
 from hetero.commands import plan as command
-from hetero.config import FolderLimit, Settings
 from hetero.kv_types import KVTypes
-from hetero.launch import Prepared, _stage_specs
+from hetero.launch import _stage_specs
 from hetero.models import ResolvedModel
 from hetero.plan import calibrate as calibration
 from hetero.plan.host_memory import plan_host
 from hetero.plan.make import AGAIN, GUESSED, MISSING, PlanError, calibrate_model, plan_model
+from hetero.prepare import Prepared
+from hetero.settings import FolderLimit, Settings
 from quant.gguf import open_gguf
 
 LAYERS = 8

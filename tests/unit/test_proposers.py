@@ -9,7 +9,6 @@ import pytest
 from fake_runner import N_VOCAB, ByteTokenizer
 from gguf_tools import write_gguf
 
-from hetero.config import Settings
 from hetero.proposers import (
     LARGEST_FILE,
     NgramSpeculation,
@@ -21,6 +20,7 @@ from hetero.proposers import (
 )
 from hetero.request import Request
 from hetero.sampling.params import SamplingParams
+from hetero.settings import Settings
 from hetero.speculation import Speculation
 from quant.gguf import GGUFFile, open_gguf
 from spec.base import Draft

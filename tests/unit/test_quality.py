@@ -24,9 +24,9 @@ from backends.ggml.layers import DeviceLayers
 from backends.ggml.stage import GgmlStage
 from hetero import windows
 from hetero.commands import quality as command
-from hetero.config import Settings
 from hetero.kv_types import KVTypes
 from hetero.plan.devices import DeviceChoice
+from hetero.settings import Settings
 from hetero.text.tokenizer import Tokenizer
 from quant.quality import Bounds, Comparison, Estimate, NotFiniteError, Summary
 
