@@ -128,6 +128,7 @@ class DiskStats:
 
     entries: int = 0
     bytes: int = 0  # in whole blocks of the disk, of all models in the folder
+    waiting: int = 0  # are still to be written
     stored: int = 0
     loaded: int = 0
     evicted: int = 0

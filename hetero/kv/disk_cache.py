@@ -70,7 +70,9 @@ class DiskCache:
         self.tier.wait(timeout)
 
     def stats(self) -> DiskStats:
-        return self.tier.stats()
+        stats = self.tier.stats()
+        stats.waiting = self._behind.num_waiting
+        return stats
 
     def close(self) -> None:
         self.tier.close()

@@ -47,6 +47,12 @@ class WriteBehind:
         return self.has_more and not self._stuck
 
     @property
+    def num_waiting(self) -> int:
+        """Nodes of which something is still to be written."""
+        copied = sum(map(len, list(self._copied.values())))  # list(): any thread may ask
+        return len(self._todo) + copied + len(self._storing)
+
+    @property
     def has_more(self) -> bool:
         """Whether something is to be done, and writing is possible."""
         return bool(self._todo) and not self.tier.folder.is_paused

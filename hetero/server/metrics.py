@@ -48,6 +48,7 @@ ATTENDED = (  # StageTotals.counters, the value of the label "way"
 DISK_GAUGES = (  # attributes of DiskStats
     ("hetero_disk_cache_entries", "entries", "Blocks of context on the disk, of all models in the folder."),
     ("hetero_disk_cache_bytes", "bytes", "What they take on the disk."),
+    ("hetero_disk_cache_waiting", "waiting", "Blocks that are still to be written to the disk."),
 )
 DISK_COUNTERS = (
     ("hetero_disk_cache_stored", "stored", "Blocks written to the disk."),
