@@ -221,8 +221,10 @@ class AsyncEngine:
         *,
         request_id: str,
         grammar: Grammar | None = None,
+        shown: Mapping[int, bytes] | None = None,
     ) -> RequestStream:
-        """Start a request. `request_id` must not be in use; `grammar` must be this request's own.
+        """Start a request. `request_id` must not be in use; `grammar` must be this request's own; `shown`
+        are control tokens that the text is to hold, with what they add to it.
 
         RequestError when it can never run: code "context_length_exceeded" with both counts when
         the prompt does not fit, "unavailable" when nothing is generated any more, "device_unavailable"
@@ -234,7 +236,15 @@ class AsyncEngine:
             raise RequestError(f"token ids must be from 0 to {self.info.n_vocab - 1}")
         client = CLIENT.get()
         scope = client if self._cache_by_client else ""
-        request = Request(request_id, prompt, params, self._engine.clock(), client=client, cache_scope=scope)
+        request = Request(
+            request_id,
+            prompt,
+            params,
+            self._engine.clock(),
+            client=client,
+            cache_scope=scope,
+            shown=shown or {},
+        )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request_id, self._post_abort)
         ref = weakref.ref(stream)  # a strong one would keep a dropped stream's request running

@@ -84,7 +84,7 @@ class Engine:
         when it can never fit. `grammar` is this request's own, at its start."""
         n_vocab = self.sampler.n_vocab
         state = SamplerState(request.params, request.prompt_token_ids, n_vocab)
-        detokenizer = Detokenizer(self.tokenizer, request.params.stop)
+        detokenizer = Detokenizer(self.tokenizer, request.params.stop, request.shown)
         mask = None if grammar is None else np.zeros((n_vocab + 31) // 32, np.int32)
         self.scheduler.add(request)
         if not self._generations:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import enum
 import time
+from collections.abc import Mapping
 from contextvars import ContextVar
 from dataclasses import dataclass, field
 
@@ -52,6 +53,7 @@ class Request:
     num_in_flight: int = 0  # steps that compute tokens of it and whose results are not in yet
     abort_requested: bool = False
     client: str = ""  # who asks: a digest of the API key; "" where none is needed
+    shown: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that the text is to hold
 
     @property
     def in_flight(self) -> bool:

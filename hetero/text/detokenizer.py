@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 _Utf8Decoder = codecs.getincrementaldecoder("utf-8")
@@ -24,9 +24,12 @@ class Detokenizer:
                                     ^ the longest end that is a beginning of a stop string
     """
 
-    def __init__(self, tokenizer: HasTokenBytes, stop: Sequence[str] = ()):
-        """`stop` holds nonempty strings."""
+    def __init__(
+        self, tokenizer: HasTokenBytes, stop: Sequence[str] = (), shown: Mapping[int, bytes] | None = None
+    ):
+        """`stop` holds nonempty strings; `shown` what tokens add that add nothing by themselves."""
         self._tokenizer = tokenizer
+        self._shown = shown or {}
         self._decoder = _Utf8Decoder("replace")
         self._stops = [(text, _borders(text)) for text in dict.fromkeys(stop) if text]
         self._matched = [0] * len(self._stops)  # characters of each stop string at the end of the text
@@ -37,7 +40,8 @@ class Detokenizer:
         """The text that is certain now. "" once a stop string was found."""
         if self.stopped:
             return ""
-        return self._advance(self._decoder.decode(self._tokenizer.token_bytes(token_id)))
+        raw = self._shown.get(token_id) or self._tokenizer.token_bytes(token_id)
+        return self._advance(self._decoder.decode(raw))
 
     def finish(self) -> str:
         """The rest of the text, when no more tokens come."""

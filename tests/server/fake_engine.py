@@ -162,7 +162,9 @@ class FakeEngine:
             raise RequestError("response_format: cannot compile 'not'", "response_format")
         return FakeGrammar('"a😸b中"')
 
-    def submit(self, prompt: list[int], params: Any, *, request_id: str, grammar: Any = None) -> FakeStream:
+    def submit(
+        self, prompt: list[int], params: Any, *, request_id: str, grammar: Any = None, shown: Any = None
+    ) -> FakeStream:
         if len(prompt) >= self.info.n_ctx:
             raise RequestError(
                 f"the prompt has {len(prompt)} tokens, the context holds {self.info.n_ctx}",

@@ -47,6 +47,12 @@ def test_characters_are_never_split():
     assert out[:6] == ["a", "", "", "", "😸", "b"]
 
 
+def test_control_tokens_that_are_shown_are_text_like_any_other():
+    detokenizer = Detokenizer(Pieces([b"a\xf0\x9f", b"", b"", b"b"]), ["|>b"], {1: b"<|x|>"})
+    assert [detokenizer.push(i) for i in range(3)] == ["a", "\ufffd<|x", ""]
+    assert detokenizer.push(3) == "" and detokenizer.stopped
+
+
 @pytest.mark.parametrize(
     "pieces",
     [

@@ -20,7 +20,9 @@ ARROWS = {
     "spec": set(),
 }
 TOUCH_DEVICES = ("hetero.plan", "hetero.pipeline", "hetero.prepare", "hetero.launch")
-SERVER_SEES = ("hetero.server", "hetero.async_engine", "hetero.request", "hetero.sampling.params")
+SERVER_SEES = (
+    "hetero.server", "hetero.async_engine", "hetero.request", "hetero.sampling.params", "hetero.text.parts",
+)  # fmt: skip
 HEAVY = ("numba", "llama_cpp", "aiohttp", "numpy", "jinja2", "llguidance", "rich")
 
 
