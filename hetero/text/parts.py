@@ -71,13 +71,46 @@ def parser_for(
     template: str,
     tools: Sequence[Mapping[str, Any]],
     tool_choice: str | Mapping[str, Any],
-    thinking: bool | str | None,
     prompt_tail: str,
+    parallel: bool = True,
 ) -> PartsParser:
     """A parser for an answer to a prompt that the chat template `template` (its source) made.
 
-    `tools` are OpenAI's (objects with a `function`); `tool_choice` is "auto", "none", "required" or
-    {"name": …}; `thinking` is what was asked for, None for the template's default; `prompt_tail` the end of
-    the prompt, which may have begun the reasoning.
+    `tools` are OpenAI's (objects with a `function`); with `tool_choice` "none" nothing is taken for a call.
+    `prompt_tail` is the end of the prompt, which may have begun the reasoning. Not `parallel`: only the first
+    call counts.
     """
-    return PlainParser()
+    from hetero.text.reasoning import ReasoningParser, begun_in, tags_of
+    from hetero.text.tools.families import HARMONY, family_of, tool_parser
+    from hetero.text.tools.harmony import HarmonyParser
+
+    family = family_of(template)
+    if family is HARMONY:
+        return HarmonyParser(prompt_tail, parallel)
+    parser: PartsParser = PlainParser()
+    if tools and tool_choice != "none":
+        schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
+        parser = tool_parser(family, schemas, parallel)
+    tags = tags_of(template)
+    return parser if tags is None else ReasoningParser(parser, tags, begun_in(prompt_tail, tags))
+
+
+def marks_of(template: str, with_tools: bool) -> frozenset[str]:
+    """The texts that the parser for this chat template must see even where they are control tokens."""
+    from hetero.text.reasoning import tags_of
+    from hetero.text.tools.families import HARMONY, family_of
+
+    family = family_of(template)
+    marks = family.marks if with_tools or family is HARMONY else frozenset()
+    return marks.union(tags_of(template) or ())
+
+
+def capabilities(template: str | None) -> tuple[str, ...]:
+    """What a model with this chat template can do, in Ollama's words. Tools need no help of the template."""
+    from hetero.text.reasoning import tags_of
+    from hetero.text.tools.families import HARMONY, family_of
+
+    if template is None:
+        return ("completion",)
+    thinks = tags_of(template) is not None or family_of(template) is HARMONY
+    return ("completion", "tools", "thinking") if thinks else ("completion", "tools")

@@ -1,0 +1,92 @@
+"""What a model thinks before it answers, told from the answer by the tags around it."""
+
+from __future__ import annotations
+
+from hetero.text.parts import Part, PartsParser, ReasoningPart
+from hetero.text.tools.scan import MarkFinder
+
+# (opening, closing); a template that knows thinking writes or looks for the closing one.
+TAGS = (
+    ("<think>", "</think>"),
+    ("[THINK]", "[/THINK]"),
+    ("<seed:think>", "</seed:think>"),
+    ("<|START_THINKING|>", "<|END_THINKING|>"),
+)
+
+
+def tags_of(template: str) -> tuple[str, str] | None:
+    """The tags around the reasoning of models with this chat template; None if they don't reason."""
+    return next((tags for tags in TAGS if tags[1] in template), None)
+
+
+def begun_in(prompt_tail: str, tags: tuple[str, str]) -> bool:
+    """Whether the prompt's end has begun the reasoning, so that the answer starts in the middle of it.
+
+    Only the very end counts: what stands before it may be a user's words.
+    """
+    return prompt_tail.rstrip().endswith(tags[0])
+
+
+class ReasoningParser:
+    """Reasoning first, if any, then what `answer` makes of the rest. Blanks around reasoning are dropped."""
+
+    def __init__(self, answer: PartsParser, tags: tuple[str, str], begun: bool):
+        self._answer = answer
+        self._open, close = tags
+        self._finder = MarkFinder((close,))
+        self._state = self._thinking if begun else self._start
+        self._held = ""  # the text of `_start`; blanks within the reasoning
+        self._thought = False
+
+    @property
+    def called_tools(self) -> bool:
+        return self._answer.called_tools
+
+    def push(self, text: str) -> list[Part]:
+        return self._state(text)
+
+    def finish(self) -> list[Part]:
+        if self._state == self._start:
+            return [*self._answer.push(self._held), *self._answer.finish()]
+        parts: list[Part] = []
+        if self._state == self._thinking:
+            self._think(self._finder.finish(), parts)
+        return parts + self._answer.finish()
+
+    def _start(self, text: str) -> list[Part]:
+        text = self._held + text
+        begun = text.lstrip()
+        if begun.startswith(self._open):
+            self._held, self._state = "", self._thinking
+            return self._thinking(begun[len(self._open) :])
+        if self._open.startswith(begun):
+            self._held = text
+            return []
+        self._held, self._state = "", self._answer.push
+        return self._answer.push(text)
+
+    def _thinking(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        before, mark, rest = self._finder.push(text)
+        self._think(before, parts)
+        if mark is not None:
+            self._state = self._behind
+            parts += self._behind(rest)
+        return parts
+
+    def _think(self, text: str, parts: list[Part]) -> None:
+        text = self._held + text
+        if not self._thought:
+            text = text.lstrip()
+        thought = text.rstrip()
+        self._held = text[len(thought) :]
+        if thought:
+            self._thought = True
+            parts.append(ReasoningPart(thought))
+
+    def _behind(self, text: str) -> list[Part]:
+        text = text.lstrip()
+        if not text:
+            return []
+        self._state = self._answer.push
+        return self._answer.push(text)

@@ -1,0 +1,97 @@
+"""gpt-oss's format: an answer is several messages, each with a header that says what it is.
+
+<|channel|>analysis<|message|>thoughts<|end|><|start|>assistant<|channel|>final<|message|>text<|return|>
+<|channel|>commentary to=functions.NAME <|constrain|>json<|message|>arguments<|call|>
+
+Format: https://cookbook.openai.com/articles/openai-harmony
+"""
+
+from __future__ import annotations
+
+import re
+
+from hetero.text.parts import Part, ReasoningPart, TextPart
+from hetero.text.tools.parser import Calls, new_call_id
+from hetero.text.tools.readers import Arguments, Name
+from hetero.text.tools.scan import MarkFinder
+
+START, MESSAGE = "<|start|>", "<|message|>"
+ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
+MAX_HEADER_CHARS = 500
+
+
+class HarmonyParser:
+    """The messages of one answer; `prompt_tail` is the end of the prompt, which has begun the first."""
+
+    def __init__(self, prompt_tail: str, parallel: bool = True):
+        self._calls = Calls(new_call_id, parallel)
+        self._kind = ""  # of the message being read: text, reasoning or call; "" in a header
+        self._header = ""
+        self._empty = True
+        self._finder = MarkFinder((MESSAGE,))
+        _, found, begun = prompt_tail.rpartition(START)
+        if found:
+            header, has_begun, _ = begun.partition(MESSAGE)
+            self._header = header
+            if has_begun:
+                self._begin([])
+
+    @property
+    def called_tools(self) -> bool:
+        return self._calls.count > 0
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        mark: str | None = ""
+        while mark is not None:
+            before, mark, text = self._finder.push(text)
+            if self._kind:
+                self._say(before, parts)
+                if mark is not None:
+                    self._end(parts)
+                continue
+            self._header += before
+            if mark is not None:
+                self._begin(parts)
+            elif len(self._header) > MAX_HEADER_CHARS:  # not the format at all
+                self._kind = "text"
+                self._finder = MarkFinder(ENDS)
+                self._say(self._header, parts)
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        rest = self._finder.finish()
+        if self._kind:
+            self._say(rest, parts)
+        elif "<|" not in self._header and self._header.strip() not in ("", "assistant"):
+            parts.append(TextPart(self._header + rest))
+        return parts
+
+    def _begin(self, parts: list[Part]) -> None:
+        """A header is complete."""
+        channel = re.search(r"<\|channel\|>\s*(\w+)", self._header)
+        recipient = re.search(r"\bto=([^\s<]+)", self._header)
+        self._header, self._empty = "", True
+        self._finder = MarkFinder(ENDS)
+        if recipient:
+            self._kind = "call"
+            parts += self._calls.parts([Name(recipient.group(1).removeprefix("functions."))])
+        else:
+            self._kind = "reasoning" if channel and channel.group(1) == "analysis" else "text"
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        if self._empty:
+            text = text.lstrip()
+        if not text:
+            return
+        self._empty = False
+        if self._kind == "call":
+            parts += self._calls.parts([Arguments(text)])
+        else:
+            parts.append(ReasoningPart(text) if self._kind == "reasoning" else TextPart(text))
+
+    def _end(self, parts: list[Part]) -> None:
+        if self._kind == "call" and self._empty:
+            parts += self._calls.parts([Arguments("{}")])
+        self._kind, self._finder = "", MarkFinder((MESSAGE,))

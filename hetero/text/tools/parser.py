@@ -1,0 +1,177 @@
+"""The calls in an answer's text, whatever their family writes around them."""
+
+from __future__ import annotations
+
+import re
+import secrets
+import string
+from collections.abc import Callable, Mapping, Sequence
+
+from hetero.text.parts import Part, TextPart, ToolCallArguments, ToolCallStart
+from hetero.text.tools.readers import Name, Reader
+from hetero.text.tools.scan import MarkFinder
+
+Readers = Mapping[str, Callable[[], Reader]]  # what begins a call, and who reads what follows
+BETWEEN = " \t\r\n;,`"  # what separates calls, or is left of a fenced block
+_START = re.compile(r"\s*(?:```(?:json)?\s*)?(?=[{\[])")
+_ALPHANUMERIC = string.ascii_letters + string.digits
+
+
+def new_call_id() -> str:
+    return "call_" + secrets.token_hex(12)
+
+
+def short_call_id() -> str:
+    """Mistral's templates accept nothing but nine letters and digits."""
+    return "".join(secrets.choice(_ALPHANUMERIC) for _ in range(9))
+
+
+class Calls:
+    """Numbers the calls of one answer and turns the events of readers into parts."""
+
+    def __init__(self, new_id: Callable[[], str], parallel: bool):
+        """Not `parallel`: only the first call counts."""
+        self.count = 0
+        self._new_id = new_id
+        self._parallel = parallel
+
+    def parts(self, events: Sequence) -> list[Part]:
+        parts: list[Part] = []
+        for event in events:
+            if isinstance(event, Name):
+                self.count += 1
+            if self.count > 1 and not self._parallel:
+                continue
+            if isinstance(event, Name):
+                parts.append(ToolCallStart(self.count - 1, self._new_id(), event.name))
+            elif event.text:
+                parts.append(ToolCallArguments(self.count - 1, event.text))
+        return parts
+
+
+class ToolParser:
+    """Text and calls.
+
+    readers     opening mark -> reader of what follows it
+    closers     marks that may follow a call
+    dropped     marks that mean nothing here
+    at_start    if given, reads an answer that begins with "{" or "[", or with a fence and those
+
+    What a reader refuses before it has found a name is text after all. Blanks before a call are dropped.
+    """
+
+    def __init__(
+        self,
+        readers: Readers,
+        *,
+        closers: Sequence[str] = (),
+        dropped: Sequence[str] = (),
+        at_start: Callable[[], Reader] | None = None,
+        new_id: Callable[[], str] = new_call_id,
+        parallel: bool = True,
+    ):
+        self._readers = readers
+        self._closers = tuple(closers)
+        self._finder = MarkFinder((*readers, *closers, *dropped))
+        self._at_start = at_start
+        self._calls = Calls(new_id, parallel)
+        self._blanks = ""  # held back, as a call may follow
+        self._state = self._start if at_start else self._text
+        self._make: Callable[[], Reader] | None = None
+        self._reader: Reader | None = None
+        self._mark = ""  # the opening one
+        self._raw = ""  # what followed it, until a name is found
+        self._named = False
+
+    @property
+    def called_tools(self) -> bool:
+        return self._calls.count > 0
+
+    def push(self, text: str) -> list[Part]:
+        parts: list[Part] = []
+        rest: str | None = text
+        while rest:
+            rest = self._state(rest, parts)
+        return parts
+
+    def finish(self) -> list[Part]:
+        parts: list[Part] = []
+        if self._reader is not None:
+            parts += self._calls.parts(self._reader.finish())
+            if not self._named:
+                self._say(self._mark + self._raw, parts)
+        elif self._state == self._start:
+            self._say(self._raw, parts)
+        self._say(self._finder.finish(), parts)
+        if self._blanks and not self.called_tools:
+            parts.append(TextPart(self._blanks))
+        return parts
+
+    def _say(self, text: str, parts: list[Part]) -> None:
+        text = self._blanks + text
+        said = text.rstrip()
+        self._blanks = text[len(said) :]
+        if said:
+            parts.append(TextPart(said))
+
+    def _start(self, text: str, parts: list[Part]) -> str | None:
+        """At the start of the answer, which may be nothing but calls."""
+        self._raw += text
+        if "```json".startswith(self._raw.lstrip()):
+            return None
+        found = _START.match(self._raw)
+        if found:
+            rest, self._raw = self._raw[found.end() :], ""
+            self._open(self._at_start, found.group())
+            return rest
+        if self._raw.rstrip() in ("```", "```json"):
+            return None
+        self._state, rest, self._raw = self._text, self._raw, ""
+        return rest
+
+    def _text(self, text: str, parts: list[Part]) -> str | None:
+        before, mark, rest = self._finder.push(text)
+        self._say(before, parts)
+        if mark is not None and mark in self._readers:
+            self._open(self._readers[mark], mark)
+        elif mark in self._closers and not self.called_tools:
+            self._say(mark, parts)
+        return rest
+
+    def _open(self, make: Callable[[], Reader] | None, mark: str) -> None:
+        assert make is not None
+        self._make, self._reader, self._mark, self._raw, self._named = make, make(), mark, "", False
+        self._state = self._call
+
+    def _call(self, text: str, parts: list[Part]) -> str | None:
+        assert self._reader is not None
+        events, rest = self._reader.push(text)
+        if any(isinstance(event, Name) for event in events):
+            self._named, self._raw, self._blanks = True, "", ""
+        elif not self._named:
+            self._raw += text
+        parts += self._calls.parts(events)
+        if self._reader.failed:
+            self._reader, self._state = None, self._text
+            if not self._named:
+                self._say(self._mark, parts)
+                rest, self._raw = self._raw, ""
+        elif self._reader.done:
+            self._reader, self._state = None, self._after
+        return rest
+
+    def _after(self, text: str, parts: list[Part]) -> str | None:
+        """Behind a call: its closing mark, another call without an opening mark, or something else."""
+        text = (self._raw + text).lstrip(BETWEEN)
+        self._raw = ""
+        for closer in self._closers:
+            if text.startswith(closer):
+                return text[len(closer) :]
+        if not text or any(closer.startswith(text) for closer in self._closers):
+            self._raw = text
+            return None
+        if text[:1] in ("{", "["):
+            self._open(self._make, "")
+            return text
+        self._state = self._text
+        return text

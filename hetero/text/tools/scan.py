@@ -1,0 +1,101 @@
+"""Reading text that comes in pieces: marks that may be cut, JSON values that are not complete yet."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+
+_STRING_END = re.compile(r'["\\]')
+_STRUCTURE = re.compile(r'["{}\[\],]|\s')
+
+
+class MarkFinder:
+    """Finds the first of several marks; text before it comes out as soon as no mark can begin in it.
+
+    text   ...already returned | held | next characters
+                                ^ the longest end that is a beginning of a mark
+    """
+
+    def __init__(self, marks: Iterable[str]):
+        self._marks = sorted({mark for mark in marks if mark}, key=len, reverse=True)
+        self._pattern = re.compile("|".join(map(re.escape, self._marks))) if self._marks else None
+        self._longest = max(map(len, self._marks), default=1)
+        self._held = ""
+
+    def push(self, text: str) -> tuple[str, str | None, str]:
+        """(text before the mark, the mark, text after it), or (what is certain to be none, None, "")."""
+        text = self._held + text
+        self._held = ""
+        found = self._pattern.search(text) if self._pattern else None
+        if found:
+            return text[: found.start()], found.group(), text[found.end() :]
+        for length in range(min(self._longest - 1, len(text)), 0, -1):
+            end = text[-length:]
+            if any(mark.startswith(end) for mark in self._marks):
+                self._held = end
+                return text[:-length], None, ""
+        return text, None, ""
+
+    def finish(self) -> str:
+        """What was held back, when no more text comes."""
+        held, self._held = self._held, ""
+        return held
+
+    def check_invariants(self) -> None:
+        assert not self._held or any(
+            mark.startswith(self._held) and mark != self._held for mark in self._marks
+        )
+
+
+class JsonValue:
+    """Finds the end of one JSON value, the first character of which is pushed first.
+
+    Looks at brackets and strings only: whether it is JSON at all is for its reader to find out.
+    """
+
+    def __init__(self) -> None:
+        self.done = False
+        self.first = ""
+        self._depth = 0
+        self._in_string = False
+        self._escaped = False
+
+    def push(self, text: str, at: int = 0) -> int:
+        """Where the value ends in `text`, read from `at`; len(text) if it goes on, or is `done` there."""
+        while at < len(text) and not self.done:
+            if not self.first:
+                self.first = text[at]
+            if self._in_string:
+                at = self._string(text, at)
+                continue
+            found = _STRUCTURE.search(text, at)
+            if found is None:
+                return len(text)
+            at = found.start()
+            char = text[at]
+            if char == '"':
+                self._in_string = True
+            elif char in "{[":
+                self._depth += 1
+            elif self._depth == 0:  # a number or word has ended before this character
+                self.done = True
+                return at
+            elif char in "}]":
+                self._depth -= 1
+                self.done = self._depth == 0
+            at += 1
+        return at
+
+    def _string(self, text: str, at: int) -> int:
+        if self._escaped:
+            self._escaped = False
+            return at + 1
+        found = _STRING_END.search(text, at)
+        if found is None:
+            return len(text)
+        if found.group() == "\\":
+            self._escaped = True
+        else:
+            self._in_string = False
+            self.done = self._depth == 0
+        return found.end()
