@@ -29,6 +29,7 @@ from backends.cpu.attention_kernels import (
     SCORE_ROW_BYTES,
     divide_by_sum,
     reset_state,
+    soft_cap,
     softmax_update,
 )
 from backends.cpu.attention_pools import SPARE_BYTES
@@ -48,7 +49,7 @@ _SPARE = -(-(_BLOCKS_AHEAD + 2 * _VALUES) // 64) * 64
 SCRATCH_BYTES = _SPARE + SPARE_BYTES
 
 # words of an attention operator's parameters; P_KEY_BYTES and P_VALUE_BYTES are kv_codes.part_bytes,
-# P_SCORES and P_VALUES the addresses of functions of attention_pools.py
+# P_SCORES and P_VALUES the addresses of functions of attention_pools.py, P_SOFTCAP the bits of a float32
 (
     P_HEADER,
     P_GROUP,
@@ -64,8 +65,9 @@ SCRATCH_BYTES = _SPARE + SPARE_BYTES
     P_VALUE_BYTES,
     P_SCORES,
     P_VALUES,
-) = range(14)
-NUM_PARAMS = 14
+    P_SOFTCAP,
+) = range(15)
+NUM_PARAMS = 15
 
 
 @intrinsic
@@ -107,7 +109,7 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
     """Attention of the query tokens [row0, row0 + count) of one sequence, for one KV head."""
     heads, kv_heads = load_i64((params + 8 * P_HEADS,)), load_i64((params + 8 * P_KV_HEADS,))
     dim_k, dim_v = load_i64((params + 8 * P_DIM_K,)), load_i64((params + 8 * P_DIM_V,))
-    window = load_i64((params + 8 * P_WINDOW,))
+    window, capped = load_i64((params + 8 * P_WINDOW,)), load_i64((params + 8 * P_SOFTCAP,)) != 0
     key_pool, value_pool = load_i64((params + 8 * P_KEY_POOL,)), load_i64((params + 8 * P_VALUE_POOL,))
     group = header + 8 * (S.GROUPS + S.WORDS_PER_GROUP * load_i64((params + 8 * P_GROUP,)))
     table = load_i64((group + 8,)) + 4 * sequence * load_i64((group + 16,))
@@ -146,6 +148,8 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
             position = first + r // share
             low = max(0, position - window + 1 - base) if window > 0 else 0
             high = min(CHUNK, position + 1 - base)
+            if capped:
+                soft_cap((scratch + _SCORES + SCORE_ROW_BYTES * r, params + 8 * P_SOFTCAP))
             softmax_update(
                 (
                     scratch + _SCORES + SCORE_ROW_BYTES * r,

@@ -49,6 +49,22 @@ def softmax_update(
 
 
 @kernel
+def soft_cap(x: Emitter, row: Value, cap: Value) -> None:
+    """A row's scores s of one chunk become c tanh(s / c). cap: address of the float c.
+
+    As c - 2 c / (1 + e^(2 s / c)): the error is absolute, some 1e-7 of c.
+    """
+    limit, one, two = x.splat_f32(88.0), x.splat_f32(1.0), x.splat_f32(2.0)
+    c = x.broadcast_f32(cap, 0)
+    double = x.b.fdiv(two, c)
+    for i in range(S.CHUNK_BLOCKS):
+        v = x.fmul(x.load(row, 64 * i), double)
+        v = x.b.select(x.b.fcmp_ordered(">", v, limit), limit, v)
+        fraction = x.b.fdiv(two, x.fadd(one, exp(x, v)))
+        x.store(x.fmul(c, x.fsub(one, fraction)), row, 64 * i)
+
+
+@kernel
 def reset_state(x: Emitter, state: Value) -> None:
     x.store(x.f32(float("-inf")), state, 0, 4)
     x.store(x.f32(0.0), state, 4, 4)
@@ -70,5 +86,6 @@ __all__ = [
     "SCORE_ROW_BYTES",
     "divide_by_sum",
     "reset_state",
+    "soft_cap",
     "softmax_update",
 ]

@@ -17,7 +17,15 @@ from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.experts import expert_weights
+from backends.ggml.models.tensors import bias_of
 from backends.ggml.weights import Weights
+
+# what the quantizer does first, by the activation and whether there is no gate
+FUSED_ACTIVATIONS = {
+    ("silu", False): linear.SILU,
+    ("gelu", False): linear.GELU,
+    ("gelu", True): linear.GELU_ALONE,
+}
 
 
 class CpuGraphBuilder(GraphBuilder):
@@ -65,18 +73,29 @@ class CpuGraphBuilder(GraphBuilder):
             return super().linear(x, weight, residual)
         return self._multiply(self._quantize(x, linear.PLAIN, (weight,)), x, (weight,), residual)
 
-    def norm_linear(self, x: int, norm: str, weights: Sequence[str]) -> list[int]:
+    def norm_linear(self, x: int, norm: str | None, weights: Sequence[str], apart: bool = False) -> list[int]:
         """The projections side by side in one tensor if all are packed, else one tensor each."""
         if not all(w in self.packed for w in weights):
-            return super().norm_linear(x, norm, weights)
-        return [self._multiply(self._quantize(x, linear.NORM, weights, norm), x, weights, None)]
+            return super().norm_linear(x, norm, weights, apart)
+        mode = linear.PLAIN if norm is None else linear.NORM
+        if norm is not None and self.config.family.norm != "rms":
+            x, mode, norm = self.norm(x, norm), linear.PLAIN, None
+        activations = self._quantize(x, mode, weights, norm)
+        if apart:
+            return [self._multiply(activations, x, (w,), None, weights) for w in weights]
+        return [self._multiply(activations, x, weights, None)]
 
-    def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
-        if not all(w in self.packed for w in (gate, up, down)):
-            return super().gated_ffn(x, norm, gate, up, down, residual)
-        (both,) = self.norm_linear(x, norm, (gate, up))
-        mode = linear.SILU if self.config.family.activation == "silu" else linear.GELU
-        return self._multiply(self._quantize(both, mode, (down,)), both, (down,), residual)
+    def feed_forward(
+        self, x: int, norm: str | None, inputs: Sequence[str], down: str, residual: int | None
+    ) -> int:
+        family = self.config.family
+        mode = FUSED_ACTIVATIONS.get((family.activation, family.ffn == "plain"))
+        if mode is None or down not in self.packed:
+            return super().feed_forward(x, norm, inputs, down, residual)
+        products = self.norm_linear(x, norm, inputs)
+        if len(products) > 1:
+            return self.linear(self.activate(*products), down, residual)
+        return self._multiply(self._quantize(products[0], mode, (down,)), products[0], (down,), residual)
 
     def expert_ffn(self, layer: int, x: int) -> int:
         """Six nodes: norm + quantize, router, route, arrange, gate|up + activation + quantize, down + sum."""
@@ -188,6 +207,8 @@ class CpuGraphBuilder(GraphBuilder):
                 matmul.activation_nbytes(kind, 1, w.k) for kind in kinds if kind < w.kind
             )
             words[linear.W_COLUMN] = column
+            if bias_of(weights[i]) in self.weights:
+                words[linear.W_BIAS] = ggml().get_data(self.weights.tensor(bias_of(weights[i])))
             column += w.m
         sources = (activations,) if residual is None else (activations, residual)
         return self.custom(width, self.rows_of(like), sources, linear.multiply_operator.address, p)

@@ -4,8 +4,8 @@ A layer's input passes through one node that quantizes it, norm or activation fu
 through one node that multiplies it by every matrix that shares it:
 
     quantize   source [k, T]                    -> activations (bytes in a float tensor)
-               plain, RMS norm times a weight, or act(gate) * up from a source [2 k, T] = gate | up
-    multiply   activations, perhaps a residual  -> [m_0 + m_1 + ..., T]
+               plain, RMS norm times a weight, act(gate) * up from a source [2 k, T] = gate | up, or act(up)
+    multiply   activations, perhaps a residual  -> [m_0 + m_1 + ..., T], biases added
 
 Threads split the blocks of the quantizer and the rows of the matrices.
 """
@@ -33,15 +33,16 @@ from backends.cpu.vecmath import exp
 from backends.cpu.words import load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
 
-PLAIN, NORM, SILU, GELU = range(4)  # what happens to the source before it is quantized
+PLAIN, NORM, SILU, GELU, GELU_ALONE = range(5)  # what happens to the source before it is quantized
 
 # words of the quantize operator's parameters; kinds are bits: 1 << BLOCKWISE, …
 Q_COUNT_AT, Q_MODE, Q_K, Q_KINDS, Q_WEIGHT, Q_EPS = range(6)
 NUM_QUANTIZE = 6
 # words of the multiply operator's parameters, then MATRIX_WORDS words for each matrix
 M_COUNT_AT, M_MATRICES, M_WIDTH, M_SCRATCH, M_RESIDUAL, M_FIRST = range(6)
-MATRIX_WORDS = 6
-W_FUNCTION, W_PACKED, W_ROWS, W_K, W_OFFSET, W_COLUMN = range(MATRIX_WORDS)  # offset: bytes per token
+MATRIX_WORDS = 7
+# offset: bytes per token; bias: address of float32 [rows], or 0
+W_FUNCTION, W_PACKED, W_ROWS, W_K, W_OFFSET, W_COLUMN, W_BIAS = range(MATRIX_WORDS)
 
 NUM_KINDS = len(REGION_BYTES)
 BLOCK_BYTES = tuple(sum(regions) for regions in REGION_BYTES)  # of one block of one token, by kind
@@ -116,6 +117,8 @@ def quantize_token(
             return v
         if mode == NORM:
             return x.fmul(x.fmul(v, scale), x.load(other, at))
+        if mode == GELU_ALONE:
+            return _gelu(x, v)
         activated = x.fmul(v, _sigmoid(x, v)) if mode == SILU else _gelu(x, v)
         return x.fmul(activated, x.load(other, at))
 
@@ -133,8 +136,10 @@ def quantize_mode(kind, mode, arguments):
             quantize_token(BLOCKWISE, NORM, arguments)
         elif mode == SILU:
             quantize_token(BLOCKWISE, SILU, arguments)
-        else:
+        elif mode == GELU:
             quantize_token(BLOCKWISE, GELU, arguments)
+        else:
+            quantize_token(BLOCKWISE, GELU_ALONE, arguments)
     elif kind == FLOATS:
         if mode == PLAIN:
             quantize_token(FLOATS, PLAIN, arguments)
@@ -142,16 +147,20 @@ def quantize_mode(kind, mode, arguments):
             quantize_token(FLOATS, NORM, arguments)
         elif mode == SILU:
             quantize_token(FLOATS, SILU, arguments)
-        else:
+        elif mode == GELU:
             quantize_token(FLOATS, GELU, arguments)
+        else:
+            quantize_token(FLOATS, GELU_ALONE, arguments)
     elif mode == PLAIN:
         quantize_token(SUPERBLOCKWISE, PLAIN, arguments)
     elif mode == NORM:
         quantize_token(SUPERBLOCKWISE, NORM, arguments)
     elif mode == SILU:
         quantize_token(SUPERBLOCKWISE, SILU, arguments)
-    else:
+    elif mode == GELU:
         quantize_token(SUPERBLOCKWISE, GELU, arguments)
+    else:
+        quantize_token(SUPERBLOCKWISE, GELU_ALONE, arguments)
 
 
 @njit(nogil=True, cache=True)
@@ -160,7 +169,7 @@ def quantize_share(params, source, out, ith, nth):
     count = load_i64((load_i64((params + 8 * Q_COUNT_AT,)),))
     mode, k = load_i64((params + 8 * Q_MODE,)), load_i64((params + 8 * Q_K,))
     kinds, weight = load_i64((params + 8 * Q_KINDS,)), load_i64((params + 8 * Q_WEIGHT,))
-    row_bytes = 4 * k if mode in (PLAIN, NORM) else 8 * k
+    row_bytes = 8 * k if mode in (SILU, GELU) else 4 * k
     for kind in range(NUM_KINDS):
         if (kinds >> kind) & 1 == 0:
             continue
@@ -175,7 +184,7 @@ def quantize_share(params, source, out, ith, nth):
                     factor, other = np.int64(0), weight
                     if mode == NORM:
                         factor = np.int64(float_bits(norm_factor((row, k // 16, params + 8 * Q_EPS))))
-                    elif mode != PLAIN:
+                    elif mode in (SILU, GELU):
                         other = row + 4 * k
                     one, two, three, four = region_addresses(kind, out, token, start, count, k)
                     quantize_mode(
@@ -227,14 +236,18 @@ def multiply_share(params, activations, out, residual, ith, nth):
             load_i64((matrix + 8 * W_FUNCTION,)),
             (load_i64((matrix + 8 * W_PACKED,)), m, k, source, count, y, row_bytes, scratch, ith, nth),
         )
-        if residual != 0:
-            panels = (m + 31) // 32
-            first, last = 32 * (panels * ith // nth), min(m, 32 * (panels * (ith + 1) // nth))
-            if last > first:
-                at = 4 * (load_i64((matrix + 8 * W_COLUMN,)) + first)
-                for token in range(count):
-                    row = at + token * row_bytes
-                    add_floats((out + row, residual + row, last - first))
+        bias = load_i64((matrix + 8 * W_BIAS,))
+        panels = (m + 31) // 32  # the rows that this thread has just computed
+        first, last = 32 * (panels * ith // nth), min(m, 32 * (panels * (ith + 1) // nth))
+        if (residual == 0 and bias == 0) or last <= first:
+            continue
+        at = 4 * (load_i64((matrix + 8 * W_COLUMN,)) + first)
+        for token in range(count):
+            row = at + token * row_bytes
+            if bias != 0:
+                add_floats((out + row, bias + 4 * first, last - first))
+            if residual != 0:
+                add_floats((out + row, residual + row, last - first))
 
 
 @cfunc(types.void(types.int64, types.int32, types.int32, types.int64), cache=True)

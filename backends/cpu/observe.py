@@ -34,11 +34,13 @@ class ObservingBuilder(CpuGraphBuilder):
             self.lib.set_output(x)
         return super().linear(x, weight, residual)
 
-    def norm_linear(self, x: int, norm: str, weights: Sequence[str]) -> list[int]:
-        return GraphBuilder.norm_linear(self, x, norm, weights)
+    def norm_linear(self, x: int, norm: str | None, weights: Sequence[str], apart: bool = False) -> list[int]:
+        return GraphBuilder.norm_linear(self, x, norm, weights, apart)
 
-    def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
-        return GraphBuilder.gated_ffn(self, x, norm, gate, up, down, residual)
+    def feed_forward(
+        self, x: int, norm: str | None, inputs: Sequence[str], down: str, residual: int | None
+    ) -> int:
+        return GraphBuilder.feed_forward(self, x, norm, inputs, down, residual)
 
 
 class ObservingStage(GgmlStage):

@@ -45,7 +45,7 @@ class CpuKV:
         share = config.n_head // config.n_head_kv
         if share > QUERY_ROWS:
             raise ModelError(f"more than {QUERY_ROWS} query heads share a KV head ({share})")
-        self._ropes = list(dict.fromkeys(config.rope_of(layer) for layer in layers))
+        self._ropes = [r for r in dict.fromkeys(config.rope_of(layer) for layer in layers) if r is not None]
         factors = [_factors(weights, rope.factors) for rope in self._ropes]
         self.header = StepHeader(
             len(num_blocks),
@@ -55,6 +55,7 @@ class CpuKV:
             max(1, QUERY_ROWS // share),
             device.threads,
             max(attend.SCRATCH_BYTES, 4 * config.head_dim_k),
+            config.query_growth,
         )
         self._kinds = [kv_codes.FORMATS[t] for t in kv_types]
         try:
@@ -114,10 +115,11 @@ class CpuKV:
         c, rope = self.config, self.config.rope_of(layer)
         p = np.zeros(store.NUM_PARAMS, np.int64)
         self._common(p, layer, store)
-        p[store.P_ROPE_WORD] = self.header.rope_word(self._ropes.index(rope))
-        p[store.P_ROTATED], p[store.P_NEOX] = rope.n_rot, int(rope.neox)
+        if rope is not None:  # else nothing is rotated, and no table read
+            p[store.P_ROPE_WORD] = self.header.rope_word(self._ropes.index(rope))
+            p[store.P_ROTATED], p[store.P_NEOX] = rope.n_rot, int(rope.neox)
         p[store.P_SCALE], p[store.P_EPS] = _float_bits(c.attention_scale), _float_bits(c.norm_eps)
-        if c.family.qk_norm:
+        if c.family.qk_norm == "heads":
             p[store.P_QUERY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_q_norm.weight"))
             p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
         p[store.P_FUSED] = int(fused)
@@ -130,6 +132,7 @@ class CpuKV:
         p = np.zeros(attend.NUM_PARAMS, np.int64)
         self._common(p, layer, attend)
         p[attend.P_WINDOW] = self.config.layer_windows[layer] or 0
+        p[attend.P_SOFTCAP] = _float_bits(self.config.attention_softcap)
         p[attend.P_COUNTER] = self.header.counter_address(layer)
         p[attend.P_SCORES] = attention_pools.compiled_scores(self._kinds[0]).address
         p[attend.P_VALUES] = attention_pools.compiled_values(self._kinds[1]).address

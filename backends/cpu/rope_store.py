@@ -1,6 +1,6 @@
 """What happens between the q/k/v projections and attention, in one pass over each token.
 
-Per head of the query: RMS norm (families with q/k norm), RoPE, scale. Per head of the key: RMS norm,
+Per head of the query: RMS norm (families with norms of heads), RoPE, scale. Per head of the key: RMS norm,
 RoPE, then into the key pool; the value goes into the value pool as it is (layouts in kv_codes.py).
 All tokens of a step are stored before the attention operator starts, because that operator's input
 is this one's output.
@@ -130,10 +130,13 @@ def store_token(params, header, token, query, key, value, out, scratch):
     eps, scale = params + 8 * P_EPS, params + 8 * P_SCALE
     table = load_i64((header + 8 * load_i64((params + 8 * P_ROPE_WORD,)),)) + 4 * token * rotated
     query_norm, key_norm = load_i64((params + 8 * P_QUERY_NORM,)), load_i64((params + 8 * P_KEY_NORM,))
+    growth = load_i64((header + 8 * S.GROWTH,))
     for h in range(heads):
         at = 4 * dim_k * (token * heads + h)
         prepare_head(out + at, query + 4 * dim_k * h, dim_k, query_norm, eps, table, rotated, neox)
         scale_head((out + at, dim_k, scale))
+        if growth != 0:
+            scale_head((out + at, dim_k, growth + 4 * token))
     group = header + 8 * (S.GROUPS + S.WORDS_PER_GROUP * load_i64((params + 8 * P_GROUP,)))
     slot = load_i32((load_i64((group,)) + 4 * token,))
     block, lane = slot // S.BLOCK_SIZE, slot % S.BLOCK_SIZE

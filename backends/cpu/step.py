@@ -6,7 +6,7 @@ before each run the header is pointed at the arrays of the step. All fields are 
     word 0  tokens T        4  cu_seqlens_q (int32)      8  counters (two int64 per layer)
          1  sequences S     5  items (int32 [n, 3])      9  scratch of thread 0
          2  positions       6  number of items          10  scratch bytes per thread
-         3  context_lens    7  rows of logits L         11  (free)
+         3  context_lens    7  rows of logits L         11  factors of queries (float32 [T]), 0: none
     word 12 + 3 g            slot_mapping, block_table, entries per block-table row of KV group g
     word 12 + 3 G + r        cosine and sine (float32 [T, n_rot / 2, 2]) of RoPE kind r
 """
@@ -19,14 +19,14 @@ import numpy as np
 
 from backends import base
 from backends.base import BatchLike
-from backends.ggml.models.config import Rope
+from backends.ggml.models.config import Growth, Rope
 
 BLOCK_SIZE = base.BLOCK_SIZE
 QUERY_ROWS = 32  # query rows (tokens x heads of one KV head) that share a pass over keys and values
 CHUNK_BLOCKS = 4  # blocks between two updates of the running softmax, at fixed positions
 
 (TOKENS, SEQUENCES, POSITIONS, CONTEXT_LENS, CU_SEQLENS, ITEMS, NUM_ITEMS, LOGITS) = range(8)
-COUNTERS, SCRATCH, SCRATCH_STRIDE, GROUPS = 8, 9, 10, 12
+COUNTERS, SCRATCH, SCRATCH_STRIDE, GROWTH, GROUPS = 8, 9, 10, 11, 12
 WORDS_PER_GROUP = 3
 
 
@@ -42,11 +42,15 @@ class StepHeader:
         queries_per_item: int,
         threads: int,
         scratch_bytes: int,
+        growth: Growth | None = None,
     ):
+        """`growth`: of the queries, where the model has it."""
         self.num_groups, self.queries_per_item = num_groups, queries_per_item
         self.words = np.zeros(GROUPS + WORDS_PER_GROUP * num_groups + len(ropes), np.int64)
-        self._frequencies = [
-            inverse_frequencies(rope, factors) for rope, factors in zip(ropes, rope_factors, strict=True)
+        self._growth = growth
+        self._turns = [
+            (rope.frequencies(factors), rope.magnitude)
+            for rope, factors in zip(ropes, rope_factors, strict=True)
         ]
         self._counters = np.zeros(num_layers * 8, np.int64)  # a cache line each
         self._scratch = aligned_empty(threads * scratch_bytes)
@@ -74,9 +78,11 @@ class StepHeader:
     def set(self, batch: BatchLike) -> None:
         """Point the header at a step's arrays, which it keeps alive until the next one."""
         items = work_items(batch.cu_seqlens_q, batch.context_lens, self.queries_per_item)
-        tables = [rotation_table(batch.positions, f) for f in self._frequencies]
-        self._alive = [batch, items, tables]
+        tables = [rotation_table(batch.positions, *turns) for turns in self._turns]
+        factors = None if self._growth is None else self._growth.factors(batch.positions)
+        self._alive = [batch, items, tables, factors]
         w = self.words
+        w[GROWTH] = 0 if factors is None else factors.ctypes.data
         w[TOKENS], w[SEQUENCES] = len(batch.positions), len(batch.context_lens)
         w[LOGITS] = len(batch.logits_rows)
         w[POSITIONS], w[CONTEXT_LENS] = batch.positions.ctypes.data, batch.context_lens.ctypes.data
@@ -113,18 +119,15 @@ def work_items(cu_seqlens: np.ndarray, context_lens: np.ndarray, queries: int) -
     return np.ascontiguousarray(items[np.argsort(-seen * items[:, 2], kind="stable")])
 
 
-def inverse_frequencies(rope: Rope, factors: np.ndarray | None) -> np.ndarray:
-    """float64 [n_rot / 2]: radians per position of each rotated pair."""
-    frequencies = rope.scale * rope.base ** (-np.arange(0, rope.n_rot, 2, dtype=np.float64) / rope.n_rot)
-    return frequencies if factors is None else frequencies / factors
-
-
-def rotation_table(positions: np.ndarray, frequencies: np.ndarray) -> np.ndarray:
-    """float32 [T, n_rot / 2, 2]: cosine and sine for each token and pair, from float64 angles."""
+def rotation_table(positions: np.ndarray, frequencies: np.ndarray, magnitude: float = 1.0) -> np.ndarray:
+    """float32 [T, n_rot / 2, 2]: cosine and sine for each token and pair, from float64 angles, times
+    `magnitude`."""
     angles = positions.astype(np.float64)[:, None] * frequencies
     table = np.empty((*angles.shape, 2), np.float32)
     np.cos(angles, out=table[..., 0], casting="same_kind")
     np.sin(angles, out=table[..., 1], casting="same_kind")
+    if magnitude != 1.0:
+        table *= np.float32(magnitude)
     return table
 
 

@@ -16,6 +16,7 @@ from backends.ggml.devices import Device
 from backends.ggml.lib import TYPE_F32, TYPE_I32, P, ggml, shape_of
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.experts import build_experts
+from backends.ggml.models.tensors import bias_of
 from backends.ggml.weights import Weights
 
 MAX_NODES = 64  # per layer, generously
@@ -64,33 +65,51 @@ class GraphBuilder:
         """The rows of x that the int32 tensor names."""
         return self.lib.get_rows(self.context, x, rows)
 
+    def soft_capped(self, x: int, cap: float) -> int:
+        """cap * tanh(x / cap); x as it is for a cap of 0."""
+        if not cap:
+            return x
+        return self.scaled(self.lib.tanh(self.context, self.scaled(x, 1.0 / cap)), cap)
+
     def norm(self, x: int, weight: str) -> int:
-        """RMS norm of each row, times the weight."""
-        normed = self.lib.rms_norm(self.context, x, self.config.norm_eps)
-        return self.lib.mul(self.context, normed, self.weights.tensor(weight))
+        """The family's norm of each row, times the weight, plus its bias if there is one."""
+        normalize = self.lib.rms_norm if self.config.family.norm == "rms" else self.lib.norm
+        normed = normalize(self.context, x, self.config.norm_eps)
+        return self._biased(self.lib.mul(self.context, normed, self.weights.tensor(weight)), weight)
+
+    def _biased(self, y: int, weight: str) -> int:
+        bias = bias_of(weight)
+        return self.add(y, self.weights.tensor(bias)) if bias in self.weights else y
 
     def add(self, a: int, b: int) -> int:
         return self.lib.add(self.context, a, b)
 
     def linear(self, x: int, weight: str, residual: int | None = None) -> int:
-        """x times the transposed weight [n_in, n_out], plus the residual if there is one."""
-        y = self.lib.mul_mat(self.context, self.weights.tensor(weight), x)
+        """x times the transposed weight [n_in, n_out], plus its bias and the residual if there are such."""
+        y = self._biased(self.lib.mul_mat(self.context, self.weights.tensor(weight), x), weight)
         return y if residual is None else self.add(y, residual)
 
-    def norm_linear(self, x: int, norm: str, weights: Sequence[str]) -> list[int]:
-        """Several projections of one normed input: one tensor each, or side by side in one."""
-        normed = self.norm(x, norm)
+    def norm_linear(self, x: int, norm: str | None, weights: Sequence[str], apart: bool = False) -> list[int]:
+        """Several projections of one input, normed if `norm` is a weight: one tensor each, or side by side
+        in one unless they are to be `apart`."""
+        normed = x if norm is None else self.norm(x, norm)
         return [self.linear(normed, w) for w in weights]
 
-    def gated_ffn(self, x: int, norm: str, gate: str, up: str, down: str, residual: int | None) -> int:
-        """down(activation(gate(norm(x))) * up(norm(x))), plus the residual if there is one."""
-        g, u = self.norm_linear(x, norm, (gate, up))
-        return self.linear(self.activate(g, u), down, residual)
+    def feed_forward(
+        self, x: int, norm: str | None, inputs: Sequence[str], down: str, residual: int | None
+    ) -> int:
+        """down(what `activate` makes of the inputs' products with x, which is normed before if `norm` is a
+        weight), plus the residual if there is one. `inputs`: gate and up, both in one, or up alone."""
+        return self.linear(self.activate(*self.norm_linear(x, norm, inputs)), down, residual)
 
-    def activate(self, gate: int, up: int) -> int:
-        """activation(gate) * up."""
-        silu = self.config.family.activation == "silu"
-        return (self.lib.swiglu_split if silu else self.lib.geglu_split)(self.context, gate, up)
+    def activate(self, *inputs: int) -> int:
+        """activation(gate) * up, of two tensors or side by side in one; without a gate, activation(up)."""
+        lib, silu = self.lib, self.config.family.activation == "silu"
+        if len(inputs) == 2:
+            return (lib.swiglu_split if silu else lib.geglu_split)(self.context, *inputs)
+        if self.config.family.ffn == "plain":
+            return (lib.silu if silu else lib.gelu)(self.context, *inputs)
+        return (lib.swiglu if silu else lib.geglu)(self.context, *inputs)
 
     def expert_ffn(self, layer: int, x: int) -> int:
         """x plus the feed-forward of the layer's experts, as models/experts.py has it."""
@@ -99,7 +118,7 @@ class GraphBuilder:
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         """Norm and rotate q and k, store k and v, attend. Returns [n_head * head_dim_v, T].
 
-        `projections` is what `norm_linear` returned for q, k and v.
+        `projections` is what `norm_linear` returned for q, k and v, or for all in one matrix.
         """
         raise NotImplementedError  # backends.cpu.graph and paged_graph have one each
 

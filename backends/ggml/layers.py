@@ -85,15 +85,16 @@ class DeviceLayers:
         """
         c, device = self._config, self._device
         shape = (device, c.head_dim_k, c.head_dim_v, c.n_head, c.n_head_kv)
+        cap = c.attention_softcap
         sure = keys == values or device.info.backend != endpoint.BACKEND  # it says yes to everything
-        if sure and can_flash_attend(*shape, keys, values):
+        if sure and can_flash_attend(*shape, keys, values, cap):
             return True, False
         unpacked = {kind for kind in (keys, values) if kind != TYPE_F16}
         for kind in unpacked:
             if not can_look_up(device, kind):
                 name = GGML_TYPES[kind].name.lower()
                 raise DeviceError(f"device {device.info.name}: cannot attend keys or values kept as {name}")
-        return bool(unpacked) and can_flash_attend(*shape), bool(unpacked)
+        return bool(unpacked) and can_flash_attend(*shape, TYPE_F16, TYPE_F16, cap), bool(unpacked)
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
         in_place = not self.unpacks

@@ -26,12 +26,13 @@ from backends.ggml.devices import Device
 from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64
 from backends.ggml.models.config import ModelConfig, Rope
+from backends.ggml.models.rope import Yarn
 from backends.ggml.paged import PagedPools, block_rows, heads_of_tokens, move_view, token_rows
 from backends.ggml.weights import Weights
 
 ROPE_NEOX = 2
 PRECISION_F32 = 10
-YARN_FAST, YARN_SLOW = 32.0, 1.0  # of no effect without YaRN
+NO_YARN = Yarn(0, 32.0, 1.0)  # of no effect
 
 Upload = Callable[[int, np.ndarray], None]  # (tensor, values): values live until the step is done
 
@@ -65,6 +66,10 @@ class PagedGraphBuilder(GraphBuilder):
         self._windows = {g: config.layer_windows[layer] for layer, g in pools.group_of.items()}
         self._groups = sorted(set(pools.group_of.values()))
         self._positions = self.input_i32(rows)
+        self._growth: int | None = None
+        if config.query_growth is not None:
+            self._growth = self.lib.new_tensor_4d(self.context, TYPE_F32, 1, 1, rows, 1)
+            self.lib.set_input(self._growth)
         self._slots = {g: self.input(TYPE_I64, rows) for g in self._groups}
         count = sum(p.sequences * p.rows for p in layout.parts)
         self._order = None if layout.order is None else self.input_i32(count)
@@ -74,6 +79,9 @@ class PagedGraphBuilder(GraphBuilder):
     def set_step(self, batch: BatchLike, layout: Layout, upload: Upload) -> None:
         """Fill the inputs with a step of this shape and point the views at its blocks."""
         upload(self._positions, padded(batch.positions, self.rows, np.int32))
+        if self._growth is not None and self.config.query_growth is not None:
+            factors = self.config.query_growth.factors(batch.positions)
+            upload(self._growth, padded(factors, self.rows, np.float32))
         for g, slots in self._slots.items():
             upload(slots, padded(batch.slot_mapping[g], self.rows, np.int64))
         if self._order is not None and self._place is not None:
@@ -92,9 +100,11 @@ class PagedGraphBuilder(GraphBuilder):
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         c, lib, ctx = self.config, self.lib, self.context
         group, rope = self.pools.group_of[layer], c.rope_of(layer)
-        q, k, v = projections
+        q, k, v = projections if len(projections) == 3 else self._split(projections[0])
         q = self._rotate(layer, q, "attn_q_norm", c.n_head, rope)
         k = self._rotate(layer, k, "attn_k_norm", c.n_head_kv, rope)
+        if self._growth is not None:
+            q = lib.mul(ctx, q, self._growth)
         k = lib.reshape_2d(ctx, k, c.n_head_kv * c.head_dim_k, self.rows)
         p = self.pools
         keys, values = p.keys[layer], p.values[layer]
@@ -116,14 +126,28 @@ class PagedGraphBuilder(GraphBuilder):
         assert result is not None
         return result if self._place is None else lib.get_rows(ctx, result, self._place)
 
-    def _rotate(self, layer: int, x: int, norm: str, heads: int, rope: Rope) -> int:
+    def _split(self, qkv: int) -> list[int]:
+        """Query, key and value rows that lie side by side."""
+        c, parts, at = self.config, [], 0
+        widths = (c.n_head * c.head_dim_k, c.n_head_kv * c.head_dim_k, c.n_head_kv * c.head_dim_v)
+        row = 4 * sum(widths)
+        for width in widths:
+            view = self.lib.view_4d(self.context, qkv, width, self.rows, 1, 1, row, row, row, at)
+            parts.append(self.lib.cont(self.context, view))
+            at += 4 * width
+        return parts
+
+    def _rotate(self, layer: int, x: int, norm: str, heads: int, rope: Rope | None) -> int:
         """[dim, heads, T], normed where the family does, rotated by the rows' positions."""
         lib, ctx, c = self.lib, self.context, self.config
         x = lib.reshape_3d(ctx, x, c.head_dim_k, heads, self.rows)
-        if c.family.qk_norm:
+        if c.family.qk_norm == "heads":
             x = self.norm(x, f"blk.{layer}.{norm}.weight")
+        if rope is None:
+            return x
         factors = None if rope.factors is None else self.weights.tensor(rope.factors)
         mode = ROPE_NEOX if rope.neox else 0
+        yarn = rope.yarn or NO_YARN
         return lib.rope_ext(
             ctx,
             x,
@@ -131,13 +155,13 @@ class PagedGraphBuilder(GraphBuilder):
             factors,
             rope.n_rot,
             mode,
-            0,
+            yarn.original_context,
             rope.base,
             rope.scale,
-            0.0,
-            1.0,
-            YARN_FAST,
-            YARN_SLOW,
+            float(rope.yarn is not None),
+            rope.ggml_magnitude,
+            yarn.fast,
+            yarn.slow,
         )
 
     def _store(self, pool: int, type_id: int, token_bytes: int, rows: int, group: int) -> int:
@@ -172,10 +196,15 @@ class PagedGraphBuilder(GraphBuilder):
         values = self._tokens(inputs, group, stored[1], pools[1], p.value_type, c.head_dim_v, flipped)
         mask = inputs.masks[group]
         if self.flash:
-            out = lib.flash_attn_ext(ctx, queries, keys, values, mask, c.attention_scale, 0.0, 0.0)
+            out = lib.flash_attn_ext(
+                ctx, queries, keys, values, mask, c.attention_scale, 0.0, c.attention_softcap
+            )
             lib.flash_attn_ext_set_prec(out, PRECISION_F32)
         else:
-            scores = lib.soft_max_ext(ctx, lib.mul_mat(ctx, keys, queries), mask, c.attention_scale, 0.0)
+            scores, scale = lib.mul_mat(ctx, keys, queries), c.attention_scale
+            if c.attention_softcap:
+                scores, scale = self.soft_capped(self.scaled(scores, scale), c.attention_softcap), 1.0
+            scores = lib.soft_max_ext(ctx, scores, mask, scale, 0.0)
             out = lib.mul_mat(ctx, lib.cont(ctx, values), scores)
             out = lib.cont(ctx, lib.permute(ctx, out, 0, 2, 1, 3))
         return lib.reshape_2d(ctx, out, c.n_head * c.head_dim_v, part.sequences * part.rows)

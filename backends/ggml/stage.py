@@ -15,8 +15,9 @@ from backends.ggml.attention_layout import Layout, bucket
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
-from backends.ggml.models.block import build_block
+from backends.ggml.models.block import build_block, build_head
 from backends.ggml.models.config import ModelConfig, layer_tensors
+from backends.ggml.models.tensors import end_tensors
 from backends.ggml.moves import open_mover
 from backends.ggml.weights import Progress
 from backends.host_memory import HostMemory
@@ -68,13 +69,8 @@ class _Graph:
 
 def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) -> list[str]:
     """Names of the tensors that layers [first, last) need, with embedding and head at the ends."""
-    names = [f"blk.{i}.{n}.weight" for i in range(first, last) for n in layer_tensors(config)]
-    tied = "output.weight" not in gguf.tensors
-    if first == 0 or (last == config.n_layer and tied):
-        names.append("token_embd.weight")
-    if last == config.n_layer:
-        names += ["output_norm.weight"] + ([] if tied else ["output.weight"])
-    return names + (["rope_freqs.weight"] if "rope_freqs.weight" in gguf.tensors else [])
+    names = [name for i in range(first, last) for name in layer_tensors(config, i)]
+    return names + list(end_tensors(config, gguf.tensors, first == 0, last == config.n_layer))
 
 
 class GgmlStage:
@@ -91,11 +87,11 @@ class GgmlStage:
     ):
         """`host`: the memory of the spec's host slots, where it is not to be of the stage's own making."""
         self._lib = ggml()
-        self.config, self.device, self.spec = config, device, spec
+        self.config, self.device, self.spec = config.for_context(spec.max_context), device, spec
         self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
         self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
         self._layers = self._open(gguf, progress)
-        self._mover = open_mover(device, self._layers.kv, config, spec, host)
+        self._mover = open_mover(device, self._layers.kv, self.config, spec, host)
         self._graphs: OrderedDict[tuple, _Graph] = OrderedDict()
         self._alive: list[np.ndarray] = []  # what the device may still be reading
         self._allocator = self._lib.gallocr_new(device.buffer_type)
@@ -278,7 +274,7 @@ class GgmlStage:
             x = build_block(g, layer, x, keep if layer == self.config.n_layer - 1 else None)
         best = None
         if logits:
-            (x,) = g.norm_linear(x, "output_norm.weight", (self._head,))
+            x = build_head(g, x, self._head)
             best = g.argmax(x)
         g.finish([x] if best is None else [x, best])
         return _Graph(g, source, keep, x, best)

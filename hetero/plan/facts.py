@@ -5,7 +5,8 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
-from backends.ggml.models.config import ModelConfig, layer_tensors
+from backends.ggml.models.config import ModelConfig
+from backends.ggml.models.tensors import end_tensors, layer_tensors, rope_tensors
 from backends.kv_format import kept_as, row_bytes
 from hetero.kv_types import F16, KVTypes
 from hetero.plan.planner import Limits, ModelFacts
@@ -17,7 +18,6 @@ F32_BYTES = 4
 REPACKED = 1.03  # our matmul's copy of a weight, against its size in the file (backends/cpu/matmul/layout.py)
 MASK = F16_BYTES  # of one query and one token that it may see, where a device gathers
 EMBEDDING, HEAD = "token_embd.weight", "output.weight"
-OUTPUT_NORM, ROPE_FACTORS = "output_norm.weight", "rope_freqs.weight"
 LIVE_ROWS = 4  # n_ff- and n_embd-wide activations that a step's graph holds at the same time
 
 
@@ -34,13 +34,15 @@ def model_facts(
     experts = config.n_expert_used * (config.n_embd + config.n_ff) or config.n_ff
     row = LIVE_ROWS * (config.n_embd + experts + heads) * F32_BYTES
     sizes = {name: info.nbytes for name, info in gguf.tensors.items()}
-    everywhere = sizes.get(ROPE_FACTORS, 0)
+    factors = rope_tensors(config)
+    everywhere = sum(sizes[name] for name in factors)
     layers = [everywhere] * config.n_layer
     for layer in range(config.n_layer):
         layers[layer] += sum(sizes[name] for name in layer_names(config, layer))
     tied = HEAD not in sizes
     embed = sizes[EMBEDDING] * (1 if tied else REPACKED)
-    head = REPACKED * (sizes[OUTPUT_NORM] + sizes[EMBEDDING if tied else HEAD])
+    ends = end_tensors(config, sizes, first=False, last=True)
+    head = REPACKED * sum(sizes[name] for name in ends if name not in factors)
     facts = ModelFacts(
         n_ctx_train=config.n_ctx_train,
         layer_windows=config.layer_windows,
@@ -95,7 +97,7 @@ def _unpacked_bytes(config: ModelConfig, types: KVTypes) -> int:
 
 def layer_names(config: ModelConfig, layer: int) -> list[str]:
     """Names of a layer's tensors in the file."""
-    return [f"blk.{layer}.{name}.weight" for name in layer_tensors(config)]
+    return list(layer_tensors(config, layer))
 
 
 def layer_classes(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:

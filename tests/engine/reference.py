@@ -38,7 +38,7 @@ def forward(
             (h @ w[f"{b}attn_{p}.weight"].T).reshape(len(ids), heads, -1)
             for p, heads in (("q", c.n_head), ("k", c.n_head_kv), ("v", c.n_head_kv))
         )
-        if family.qk_norm:
+        if family.qk_norm == "heads":
             q, k = norm(q, b + "attn_q_norm"), norm(k, b + "attn_k_norm")
         rope = c.rope_of(layer)
         factors = w[rope.factors] if rope.factors else None

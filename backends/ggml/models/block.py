@@ -1,30 +1,72 @@
-"""The graph of a transformer block, for all families that differ only by `Family` options."""
+"""The graph of a transformer block, for all families that differ only by `Family` options; and the head."""
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
+
 from backends.ggml.graph import GraphBuilder
+from backends.ggml.models.tensors import FUSED_QKV, OUTPUT_NORM, has_fused_qkv
+
+FFN_INPUTS = {"gated": ("ffn_gate", "ffn_up"), "fused": ("ffn_up",), "plain": ("ffn_up",)}
 
 
 def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
-    """One block: attention, then the gated feed-forward or that of experts, each around a residual.
+    """One block: attention, then the feed-forward or that of experts, each around a residual; or both beside
+    each other.
 
     `x` is [n_embd, T]. `keep` names the rows that are needed from here on (in the last layer, those
     whose logits are wanted), None for all.
     """
-    post_norms = g.config.family.post_norms
+    c, family = g.config, g.config.family
 
     def w(name: str) -> str:
         return f"blk.{layer}.{name}.weight"
 
-    projections = g.norm_linear(x, w("attn_norm"), (w("attn_q"), w("attn_k"), w("attn_v")))
-    attended = g.attention(layer, projections)
+    source, norm = x, w("attn_norm") if family.pre_norms else None
+    if family.parallel:
+        source, norm = g.norm(x, w("attn_norm")), None
+    attended = g.attention(layer, _projections(g, layer, source, norm))
     if keep is not None:
         attended, x = g.select(attended, keep), g.select(x, keep)
-    if not post_norms:
+        source = g.select(source, keep) if family.parallel else x
+    inputs, down = [w(name) for name in FFN_INPUTS[family.ffn]], w("ffn_down")
+    if family.parallel:
         x = g.linear(attended, w("attn_output"), residual=x)
-        if g.config.n_expert:
-            return g.expert_ffn(layer, x)
-        return g.gated_ffn(x, w("ffn_norm"), w("ffn_gate"), w("ffn_up"), w("ffn_down"), residual=x)
-    x = g.add(x, g.norm(g.linear(attended, w("attn_output")), w("post_attention_norm")))
-    ffn = g.gated_ffn(x, w("ffn_norm"), w("ffn_gate"), w("ffn_up"), w("ffn_down"), residual=None)
-    return g.add(x, g.norm(ffn, w("post_ffw_norm")))
+        return g.feed_forward(source, None, inputs, down, residual=x)
+    post = [w(n) if family.post_norms else None for n in ("post_attention_norm", "post_ffw_norm")]
+    x = _add(g, x, post[0], lambda residual: g.linear(attended, w("attn_output"), residual))
+    if c.n_expert:
+        return g.expert_ffn(layer, x)
+    ffn_norm = w(family.ffn_norm) if family.pre_norms else None
+    return _add(g, x, post[1], lambda residual: g.feed_forward(x, ffn_norm, inputs, down, residual))
+
+
+def _projections(g: GraphBuilder, layer: int, x: int, norm: str | None) -> Sequence[int]:
+    """Query, key and value of each row, as GraphBuilder.attention takes them."""
+    names = (FUSED_QKV,) if has_fused_qkv(g.config, layer) else ("attn_q", "attn_k", "attn_v")
+    weights = [f"blk.{layer}.{name}.weight" for name in names]
+    if g.config.family.qk_norm != "row":
+        return g.norm_linear(x, norm, weights)
+    q, k, v = g.norm_linear(x, norm, weights, apart=True)
+    norms = (f"blk.{layer}.attn_{part}_norm.weight" for part in "qk")
+    return [*(g.norm(part, weight) for part, weight in zip((q, k), norms, strict=True)), v]
+
+
+def _add(g: GraphBuilder, x: int, post_norm: str | None, sublayer: Callable[[int | None], int]) -> int:
+    """x plus what the sublayer gives, normed and scaled where the model does; else it adds x itself."""
+    scale = g.config.residual_scale
+    if post_norm is None and scale == 1.0:
+        return sublayer(x)
+    y = sublayer(None)
+    if post_norm is not None:
+        y = g.norm(y, post_norm)
+    return g.add(g.scaled(y, scale), x)
+
+
+def build_head(g: GraphBuilder, x: int, weight: str) -> int:
+    """Logits [n_vocab, T] by the output matrix."""
+    (logits,) = g.norm_linear(x, OUTPUT_NORM, (weight,))
+    return g.soft_capped(g.scaled(logits, g.config.logit_scale), g.config.logit_softcap)
+
+
+__all__ = ["build_block", "build_head"]

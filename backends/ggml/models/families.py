@@ -8,42 +8,118 @@ from typing import Literal
 
 @dataclass(frozen=True, slots=True)
 class Family:
-    """Options of the transformer block in `block.py`.
+    """Options of the transformer block in `block.py`. Biases are none: where a file has them, they are added.
 
-    `rope_neox`: rotate pairs (i, i + n_rot/2) instead of (2i, 2i + 1). `activation`: of the gated
-    feed-forward, "silu" (SwiGLU) or "gelu" (GeGLU, tanh form). `qk_norm`: RMS norm of each query
-    and key head before RoPE. `post_norms`: RMS norm of each sublayer's output before it is added.
-    `scale_embeddings`: multiply embeddings by sqrt(n_embd). `window_pattern`: every n-th layer
-    attends everything, the others a sliding window, when the file gives a window but no pattern
-    (0: the family has no windows). `window_rope_base`: RoPE base of the windowed layers when the
-    file does not say. `experts`: whether the feed-forward may be a mixture of experts, or must be.
+    `models`: who uses it, for people. `rope_neox`: rotate pairs (i, i + n_rot / 2) instead of (2i, 2i + 1).
+    `norm`: "rms" or "layer" (mean removed). `qk_norm`: RMS norm before RoPE, of each query and key head or of
+    the whole row. `pre_norms`, `post_norms`: of what enters a sublayer, of what leaves it. `ffn_norm`: name
+    of the feed-forward's pre-norm. `parallel`: attention and feed-forward both read the block's one norm.
+    `activation`: "silu" or "gelu" (tanh form); `ffn`: "gated" (activation(gate) * up), "fused" (the same,
+    gate and up in one matrix), "plain" (no gate). `scale_embeddings`: by sqrt(n_embd).
+    `window_pattern`: every n-th layer attends everything, the others a sliding window, when the file gives a
+    window but no pattern (0: the family has no windows); `window`: its size when the file does not say (0:
+    none). `window_rope_base`: RoPE base of the windowed layers when the file does not say, None: that of the
+    others; `window_rope_scaled`: whether RoPE scaling is for them too.
+    `no_rope`: layers without RoPE: every fourth, those without a window, or all if the file switches it off.
+    `wide_layers`: with so many layers, queries are scaled by the square root of n_embd / n_head.
+    `attention_softcap`, `logit_softcap`: where the file does not say. `divide_logits`: by the file's logit
+    scale; else they are multiplied. `experts`: whether the feed-forward may be, or must be, a mixture.
     """
 
     architecture: str
+    models: str
     rope_neox: bool
-    activation: str = "silu"
-    qk_norm: bool = False
+    norm: Literal["rms", "layer"] = "rms"
+    qk_norm: Literal["none", "heads", "row"] = "none"
+    pre_norms: bool = True
     post_norms: bool = False
+    ffn_norm: str = "ffn_norm"
+    parallel: bool = False
+    activation: Literal["silu", "gelu"] = "silu"
+    ffn: Literal["gated", "fused", "plain"] = "gated"
     scale_embeddings: bool = False
     window_pattern: int = 0
+    window: int = 0
     window_rope_base: float | None = None
+    window_rope_scaled: bool = True
+    no_rope: Literal["none", "fourth", "unwindowed", "switch"] = "none"
+    wide_layers: int = 0
+    attention_softcap: float = 0.0
+    logit_softcap: float = 0.0
+    divide_logits: bool = False
     experts: Literal["none", "optional", "required"] = "none"
 
 
 FAMILIES: dict[str, Family] = {
     f.architecture: f
     for f in (
-        Family("llama", rope_neox=False, experts="optional"),
-        Family("qwen3moe", rope_neox=True, qk_norm=True, experts="required"),
+        Family(
+            "llama",
+            "Llama 2 to 3.x, Mistral, SmolLM, Yi and others; Mixtral",
+            rope_neox=False,
+            experts="optional",
+        ),
+        Family("mistral3", "Ministral 3, Mistral Small 3", rope_neox=False, experts="optional"),
+        Family("qwen2", "Qwen 1.5 to 2.5", rope_neox=True),
+        Family("qwen3", "Qwen 3", rope_neox=True, qk_norm="heads"),
+        Family("qwen3moe", "Qwen 3 with experts", rope_neox=True, qk_norm="heads", experts="required"),
+        Family(
+            "gemma2",
+            "Gemma 2",
+            rope_neox=True,
+            post_norms=True,
+            activation="gelu",
+            scale_embeddings=True,
+            window_pattern=2,
+            window=4096,
+            wide_layers=46,
+            attention_softcap=50.0,
+            logit_softcap=30.0,
+        ),
         Family(
             "gemma3",
+            "Gemma 3 (text)",
             rope_neox=True,
-            activation="gelu",
-            qk_norm=True,
+            qk_norm="heads",
             post_norms=True,
+            activation="gelu",
             scale_embeddings=True,
             window_pattern=6,
             window_rope_base=10000.0,
+            window_rope_scaled=False,
+            wide_layers=62,
+        ),
+        Family("phi3", "Phi 3 to 4", rope_neox=True, ffn="fused"),
+        Family("granite", "Granite 3 to 4", rope_neox=False, no_rope="switch", divide_logits=True),
+        Family("glm4", "GLM 4 (2024-04-14)", rope_neox=False, post_norms=True, ffn="fused"),
+        Family(
+            "starcoder2",
+            "StarCoder 2",
+            rope_neox=True,
+            norm="layer",
+            activation="gelu",
+            ffn="plain",
+        ),
+        Family(
+            "olmo2",
+            "OLMo 2 and 3",
+            rope_neox=True,
+            qk_norm="row",
+            pre_norms=False,
+            post_norms=True,
+            window_pattern=4,
+            window_rope_scaled=False,
+        ),
+        Family("smollm3", "SmolLM 3", rope_neox=False, no_rope="fourth"),
+        Family("seed_oss", "Seed-OSS", rope_neox=True, ffn_norm="post_attention_norm"),
+        Family(
+            "cohere2",
+            "Command R7B, Command A",
+            rope_neox=False,
+            norm="layer",
+            parallel=True,
+            window_pattern=4,
+            no_rope="unwindowed",
         ),
     )
 }

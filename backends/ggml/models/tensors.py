@@ -1,0 +1,147 @@
+"""Which tensors a model has, with their shapes, and the check of a file against that."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+from backends.ggml.lib import TYPE_F32
+from backends.ggml.models.metadata import ModelError
+from quant.gguf import GGUFFile
+from quant.types import GGML_TYPES
+
+if TYPE_CHECKING:
+    from backends.ggml.models.config import ModelConfig
+
+EMBEDDING, HEAD, OUTPUT_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
+FUSED_QKV = "attn_qkv"
+Shapes = dict[str, tuple[int, ...]]  # by name; row length first
+
+
+def optional_tensors(names: Iterable[str]) -> frozenset[str]:
+    """Of a file's tensors those that decide how the graph is built: biases, and q, k and v in one matrix."""
+    return frozenset(n for n in names if n.endswith((".bias", f".{FUSED_QKV}.weight")))
+
+
+def bias_of(weight: str) -> str:
+    """The name of a weight's bias."""
+    return f"{weight.removesuffix('.weight')}.bias"
+
+
+def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
+    """A block's tensors by name, as blk.3.attn_q.weight."""
+    shapes = _attention(config, layer) | _feed_forward(config) | _norms(config)
+    found: Shapes = {}
+    for name, shape in shapes.items():
+        weight = f"blk.{layer}.{name}.weight"
+        found[weight] = shape
+        if bias_of(weight) in config.present and (len(shape) > 1 or config.family.norm == "layer"):
+            found[bias_of(weight)] = shape[1:] or shape
+    return found
+
+
+def end_tensors(config: ModelConfig, names: Iterable[str], first: bool, last: bool) -> Shapes:
+    """What a stage needs beside its blocks, if it is the first or the last one. `names`: of the file."""
+    c, known = config, set(names)
+    shapes: Shapes = {}
+    if first or (last and HEAD not in known):
+        shapes[EMBEDDING] = (c.n_embd, c.n_vocab)
+    if last:
+        shapes[OUTPUT_NORM] = (c.n_embd,)
+        if bias_of(OUTPUT_NORM) in c.present and c.family.norm == "layer":
+            shapes[bias_of(OUTPUT_NORM)] = (c.n_embd,)
+        if HEAD in known:
+            shapes[HEAD] = (c.n_embd, c.n_vocab)
+            if bias_of(HEAD) in c.present:
+                shapes[bias_of(HEAD)] = (c.n_vocab,)
+    return shapes | rope_tensors(config)
+
+
+def rope_tensors(config: ModelConfig) -> Shapes:
+    """What divides the frequencies of RoPE, on every stage."""
+    ropes = [rope for rope in config.layer_ropes if rope is not None]
+    return {name: (rope.n_rot // 2,) for rope in ropes for name in (rope.factors, rope.long_factors) if name}
+
+
+def _attention(c: ModelConfig, layer: int) -> Shapes:
+    q, k, v = c.n_head * c.head_dim_k, c.n_head_kv * c.head_dim_k, c.n_head_kv * c.head_dim_v
+    if has_fused_qkv(c, layer):
+        shapes: Shapes = {FUSED_QKV: (c.n_embd, q + k + v)}
+    else:
+        shapes = {"attn_q": (c.n_embd, q), "attn_k": (c.n_embd, k), "attn_v": (c.n_embd, v)}
+    shapes["attn_output"] = (c.n_head * c.head_dim_v, c.n_embd)
+    if c.family.qk_norm == "heads":
+        shapes |= {"attn_q_norm": (c.head_dim_k,), "attn_k_norm": (c.head_dim_k,)}
+    elif c.family.qk_norm == "row":
+        shapes |= {"attn_q_norm": (q,), "attn_k_norm": (k,)}
+    return shapes
+
+
+def has_fused_qkv(c: ModelConfig, layer: int) -> bool:
+    """Whether a layer's query, key and value matrices are one."""
+    return f"blk.{layer}.{FUSED_QKV}.weight" in c.present
+
+
+def _feed_forward(c: ModelConfig) -> Shapes:
+    if c.n_expert:
+        return {
+            "ffn_gate_inp": (c.n_embd, c.n_expert),
+            "ffn_gate_exps": (c.n_embd, c.n_ff, c.n_expert),
+            "ffn_up_exps": (c.n_embd, c.n_ff, c.n_expert),
+            "ffn_down_exps": (c.n_ff, c.n_embd, c.n_expert),
+        }
+    up = 2 * c.n_ff if c.family.ffn == "fused" else c.n_ff
+    gate: Shapes = {"ffn_gate": (c.n_embd, c.n_ff)} if c.family.ffn == "gated" else {}
+    return {**gate, "ffn_up": (c.n_embd, up), "ffn_down": (c.n_ff, c.n_embd)}
+
+
+def _norms(c: ModelConfig) -> Shapes:
+    names: list[str] = []
+    if c.family.pre_norms:
+        names += ["attn_norm"] if c.family.parallel else ["attn_norm", c.family.ffn_norm]
+    if c.family.post_norms:
+        names += ["post_attention_norm", "post_ffw_norm"]
+    return dict.fromkeys(names, (c.n_embd,))
+
+
+def check_tensors(gguf: GGUFFile, config: ModelConfig, layers: tuple[int, int], spare: int) -> None:
+    """Every weight of these layers present with its shape, and none that would be silently left out, but for
+    those of `spare` layers behind the last one. Raises ModelError.
+    """
+    first, last = layers
+    wanted = {n: s for i in range(first, last) for n, s in layer_tensors(config, i).items()}
+    wanted |= end_tensors(config, gguf.tensors, first == 0, last == config.n_layer)
+    for name, shape in wanted.items():
+        info = gguf.tensors.get(name)
+        if info is None:
+            raise ModelError(f"{gguf.path.name}: tensor {name} is missing")
+        if info.shape != shape:
+            raise ModelError(f"{gguf.path.name}: tensor {name} has shape {info.shape}, expected {shape}")
+        if len(shape) == 1 and info.type != TYPE_F32:
+            kind = GGML_TYPES[info.type].name
+            raise ModelError(f"{gguf.path.name}: tensor {name} is {kind}; norms and biases must be F32")
+    for name in gguf.tensors:
+        if name in wanted or (spare and _is_beyond(name, config.n_layer)):
+            continue
+        raise ModelError(
+            f"{gguf.path.name}: tensor {name} is not part of family {config.family.architecture}"
+        )
+
+
+def _is_beyond(name: str, n_layer: int) -> bool:
+    """Whether a tensor is of a layer behind the last one."""
+    match = re.match(r"blk\.(\d+)\.", name)
+    return match is not None and int(match[1]) >= n_layer
+
+
+__all__ = [
+    "Shapes",
+    "bias_of",
+    "check_tensors",
+    "end_tensors",
+    "has_fused_qkv",
+    "layer_tensors",
+    "optional_tensors",
+    "rope_tensors",
+]
