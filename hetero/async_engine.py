@@ -3,35 +3,31 @@
 from __future__ import annotations
 
 import asyncio
-import functools
 import logging
 import queue
 import threading
 import time
 import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
-from typing import Any, TypeVar
 
 from hetero.engine import DEVICE_UNAVAILABLE, WAIT_SECONDS, Engine
 from hetero.request import CLIENT, FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
 from hetero.stats import EngineStats
 from hetero.text.grammar import Grammar, GrammarCompiler
-from hetero.text.template import ChatTemplate, TemplateError
+from hetero.text.service import TextService
+from hetero.text.template import ChatTemplate
 from hetero.text.tokenizer import Tokenizer
 
 log = logging.getLogger(__name__)
 
-T = TypeVar("T")
 STUCK_SECONDS = 300.0  # a step on a slow device may take long; nothing honest takes this long
 FAILED_STEPS = 3  # in a row, before the device counts as lost
 RETRY_SECONDS = 10.0  # after which requests may try it again
 WRITE_SECONDS = 5.0  # for what should be on the disk when the engine stops
 JOIN_SECONDS = 10.0
 DRAIN_POLL_SECONDS = 0.02
-TEXT_THREADS = 2
 
 
 @dataclass(frozen=True, slots=True)
@@ -123,7 +119,8 @@ class _Stop:
 
 
 class AsyncEngine:
-    """Owns the engine's thread. All methods are for the event loop; none blocks it.
+    """Owns the engine's thread; `text` turns words into token ids. All methods are for the event loop;
+    none blocks it.
 
     Requests and aborts reach the thread through `_inbox`, on which it sleeps while there is no
     work. What a round of the engine produces goes to each event loop in one call.
@@ -143,11 +140,8 @@ class AsyncEngine:
         self._engine = engine
         engine.before_wait = self._flush
         engine.watch(lambda: self._inbox.put(_Look()))
-        self._tokenizer = tokenizer
-        self._template = template
+        self.text = TextService(tokenizer, template, grammar_compiler)
         self._cache_by_client = cache_by_client
-        self._grammar_compiler = grammar_compiler
-        self._text = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
         self._inbox: queue.SimpleQueue[_Add | _Abort | _Look | _Stop] = queue.SimpleQueue()
         self._outbox: dict[asyncio.AbstractEventLoop, list[_Delivery]] = {}
         self._thread: threading.Thread | None = None
@@ -155,62 +149,6 @@ class AsyncEngine:
         self._refusal: RequestError | None = RequestError("the engine is not started", code="unavailable")
         self._failure: str | None = None
         self._closed = False
-
-    # -- text ------------------------------------------------------------------------------------
-
-    async def tokenize_chat(
-        self,
-        messages: Sequence[Mapping[str, Any]],
-        tools: Sequence[Mapping[str, Any]] | None = None,
-        continue_final_message: bool = False,
-        **template_kwargs: Any,
-    ) -> list[int]:
-        """Token ids of a conversation. RequestError, field `messages`, if the template refuses it."""
-        template = self._template
-        if template is None:
-            raise RequestError(
-                "this model has no chat template; start with --chat-template FILE, or use /v1/completions",
-                field="messages",
-            )
-
-        def work() -> list[int]:
-            segments = template.render(
-                messages, tools=tools, continue_final_message=continue_final_message, **template_kwargs
-            )
-            return self._tokenizer.encode_segments(segments, add_special=True)
-
-        try:
-            return await self._in_text_thread(work)
-        except TemplateError as error:
-            raise RequestError(str(error), field="messages") from error
-
-    async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
-        """Token ids of a text; `add_special` adds BOS where the model wants it."""
-        encode = functools.partial(
-            self._tokenizer.encode, text, parse_special=parse_special, add_special=add_special
-        )
-        return await self._in_text_thread(encode)
-
-    async def compile_grammar(self, response_format: dict[str, Any]) -> Grammar | None:
-        """None when any text will do. RequestError, field `response_format`, if it cannot be enforced."""
-        try:
-            return await self._in_text_thread(
-                functools.partial(self._grammar_compiler.compile, response_format)
-            )
-        except ValueError as error:
-            raise RequestError(str(error), field="response_format") from error
-
-    def token_bytes(self, token_id: int) -> bytes:
-        return self._tokenizer.token_bytes(token_id)
-
-    def token_text(self, token_id: int) -> str:
-        return self._tokenizer.token_text(token_id)
-
-    def decode(self, token_ids: Sequence[int]) -> str:
-        return self._tokenizer.decode(token_ids)
-
-    async def _in_text_thread(self, work: Callable[[], T]) -> T:
-        return await asyncio.get_running_loop().run_in_executor(self._text, work)
 
     # -- requests --------------------------------------------------------------------------------
 
@@ -323,7 +261,7 @@ class AsyncEngine:
             self._inbox.put(_Stop())
             await asyncio.to_thread(thread.join, JOIN_SECONDS)
             await asyncio.sleep(0)  # the last deltas reach their streams
-        self._text.shutdown(wait=False, cancel_futures=True)
+        self.text.close()
         if thread is not None and thread.is_alive():
             log.error("the engine does not stop: its devices are left to the operating system")
         else:

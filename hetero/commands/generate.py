@@ -38,11 +38,11 @@ def run(settings: Settings, prompt: str, choices: Choices, *, raw: bool) -> int:
 
     async def once(engine: AsyncEngine) -> None:
         if raw:
-            tokens = await engine.tokenize(prompt)
+            tokens = await engine.text.tokenize(prompt)
         elif not engine.info.has_chat_template:
             raise GenerationError("this model has no chat template: use --raw, or give --chat-template FILE")
         else:
-            tokens = await engine.tokenize_chat([{"role": "user", "content": prompt}])
+            tokens = (await engine.text.chat([{"role": "user", "content": prompt}])).token_ids
         await _answer(engine, tokens, choices, 0)
 
     return _with_engine(settings, lambda runner, engine: runner.run(once(engine)))
@@ -53,7 +53,7 @@ def chat(settings: Settings, choices: Choices, system: str | None) -> int:
     messages = [{"role": "system", "content": system}] if system else []
 
     async def reply(engine: AsyncEngine) -> str:
-        tokens = await engine.tokenize_chat(messages)
+        tokens = (await engine.text.chat(messages)).token_ids
         return await _answer(engine, tokens, choices, len(messages))
 
     def talk(runner: asyncio.Runner, engine: AsyncEngine) -> None:

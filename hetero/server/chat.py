@@ -43,7 +43,8 @@ async def prepare(
     if taken := RESERVED_KWARGS & kwargs.keys():
         raise bad_field("chat_template_kwargs", f"{min(taken)} cannot be set here")
     grammar = await openai.compile_grammar(engine, fields)
-    prompt = await engine.tokenize_chat(messages, continue_final_message=prefill, **kwargs)
+    chat = await engine.text.chat(messages, continue_final_message=prefill, template_kwargs=kwargs)
+    prompt = chat.token_ids
     if not prompt:
         raise bad_field("messages", "the chat template makes no prompt of them")
     answer = Answer(

@@ -46,10 +46,10 @@ async def prepare(
         limit = DEFAULT_MAX_TOKENS
     params = openai.sampling_params(fields, engine.info.n_vocab, max_tokens=limit, logprobs=logprobs)
     grammar = await openai.compile_grammar(engine, fields)
-    prompts = [p if isinstance(p, list) else await engine.tokenize(p) for p in given]
+    prompts = [p if isinstance(p, list) else await engine.text.tokenize(p) for p in given]
     if not all(prompts):
         raise bad_field("prompt", "is empty: no tokens to start from")
-    echoes = [p if isinstance(p, str) else engine.decode(p) for p in given] if echo else None
+    echoes = [p if isinstance(p, str) else engine.text.decode(p) for p in given] if echo else None
     answer = Answer(
         id=openai.new_id("cmpl"),
         model=engine.info.name,
@@ -151,7 +151,7 @@ class CompletionShape:
             "tokens": names,
             "token_logprobs": [openai.finite(item.logprob) for item in logprobs],
             "top_logprobs": tops,
-            "text_offset": [offsets.of(self._engine.token_bytes(item.token_id)) for item in logprobs],
+            "text_offset": [offsets.of(self._engine.text.token_bytes(item.token_id)) for item in logprobs],
         }
 
 

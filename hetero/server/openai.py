@@ -130,7 +130,7 @@ async def compile_grammar(engine: AsyncEngine, fields: Fields) -> Any:
         inner = Fields(response_format, "response_format.").object("json_schema")
         if inner is None or Fields(inner, "response_format.json_schema.").object("schema") is None:
             raise bad_field("response_format", "json_schema needs an object `schema`")
-    return await engine.compile_grammar(response_format)
+    return await engine.text.compile_grammar(response_format)
 
 
 def submit_all(
@@ -179,9 +179,9 @@ def check_alive(engine: AsyncEngine, draining: bool) -> None:
 def token_string(engine: AsyncEngine, token_id: int) -> tuple[str, list[int]]:
     """(text, bytes) of a token for logprobs. A part of a character reads `bytes:\\xf0\\x9f`, as OpenAI's
     does; a control token has a name but no bytes, since it adds none to the text."""
-    raw = engine.token_bytes(token_id)
+    raw = engine.text.token_bytes(token_id)
     if not raw:
-        return engine.token_text(token_id), []
+        return engine.text.token_text(token_id), []
     try:
         return raw.decode(), list(raw)
     except UnicodeDecodeError:

@@ -15,6 +15,8 @@ from typing import Any
 from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
 from hetero.stats import DiskStats
+from hetero.text.parts import PlainParser
+from hetero.text.service import ChatPrompt
 
 BOS, IM_START, IM_END = 256, 257, 258
 N_VOCAB = 260
@@ -122,16 +124,26 @@ class FakeEngine:
             size_bytes=1000, quantization="Q4_1", created=1700000000, has_chat_template=True,
         )  # fmt: skip
 
-    async def tokenize_chat(
+    @property
+    def text(self) -> FakeEngine:
+        return self
+
+    async def chat(
         self,
         messages: list[dict[str, Any]],
-        tools: Any = None,
+        *,
+        tools: Any = (),
+        tool_choice: Any = "none",
+        parallel_tool_calls: bool = True,
+        output: dict[str, Any] | None = None,
+        thinking: bool | str | None = None,
         continue_final_message: bool = False,
-        **kwargs: Any,
-    ) -> list[int]:
+        template_kwargs: dict[str, Any] | None = None,
+    ) -> ChatPrompt:
         if not self.info.has_chat_template:
             raise RequestError("this model has no chat template", "messages")
-        self.rendered.append((messages, continue_final_message, kwargs))
+        self.rendered.append((messages, continue_final_message, dict(template_kwargs or {})))
+        grammar: Any = await self.compile_grammar(output)
         ids: list[int] = []
         for message in messages:
             content = message["content"]
@@ -140,7 +152,8 @@ class FakeEngine:
             if content == "raise":
                 raise RequestError("roles must alternate", "messages")
             ids += [IM_START, *f"{message['role']}\n{content}".encode(), IM_END]
-        return ids[:-1] if continue_final_message else [*ids, IM_START, *b"assistant\n"]
+        ids = ids[:-1] if continue_final_message else [*ids, IM_START, *b"assistant\n"]
+        return ChatPrompt(ids, grammar, PlainParser)
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special) + list(text.encode())
@@ -154,8 +167,8 @@ class FakeEngine:
     def decode(self, ids: list[int]) -> str:
         return b"".join(map(self.token_bytes, ids)).decode("utf-8", "replace")
 
-    async def compile_grammar(self, response_format: dict[str, Any]) -> FakeGrammar | None:
-        if response_format["type"] == "text":
+    async def compile_grammar(self, response_format: dict[str, Any] | None) -> FakeGrammar | None:
+        if response_format is None or response_format["type"] == "text":
             return None
         schema = response_format.get("json_schema", {}).get("schema", {})
         if "not" in schema:

@@ -263,7 +263,7 @@ async def test_an_unexpected_error_is_a_500_without_details(
     async def broken(*args: Any, **kwargs: Any) -> Any:
         raise KeyError("/home/somebody/secret")
 
-    monkeypatch.setattr(engine, "tokenize_chat", broken)
+    monkeypatch.setattr(engine, "chat", broken)
     reply = await client.chat()
     assert reply.status == 500 and "secret" not in reply.text and reply.error["type"] == "server_error"
 

@@ -22,6 +22,8 @@ INFO = ModelInfo("fake", "llama", 512, N_VOCAB, 1024, 1, 1, "F32", 0, True)
 
 
 class Template:
+    source = ""
+
     def render(self, messages: Any, **options: Any) -> list[tuple[str, bool]]:
         if not messages:
             raise TemplateError("no messages here")
@@ -222,9 +224,9 @@ async def test_requests_that_cannot_run_are_refused() -> None:
         assert refused.value.code == "context_length_exceeded"
         with pytest.raises(RequestError, match="259"):
             engine.submit([1, N_VOCAB], SamplingParams(), request_id="r")
-        assert (await refusal(engine.tokenize_chat([]))).field == "messages"
-        assert (await refusal(engine.compile_grammar({"type": "x"}))).field == "response_format"
-        assert await engine.compile_grammar({"type": "text"}) is None
+        assert (await refusal(engine.text.chat([]))).field == "messages"
+        assert (await refusal(engine.text.compile_grammar({"type": "x"}))).field == "response_format"
+        assert await engine.text.compile_grammar({"type": "text"}) is None
         first = submit(engine, "x", "same", max_tokens=400, ignore_eos=True)
         _, last = await read(submit(engine, "x", "same", max_tokens=1))
         assert last.finish_reason is FinishReason.ERROR and "same" in (last.error or "")
@@ -233,11 +235,11 @@ async def test_requests_that_cannot_run_are_refused() -> None:
 
 async def test_text_methods() -> None:
     async with running(FakeRunner(), Template()) as engine:
-        assert await engine.tokenize_chat([{"content": "ab"}, {"content": "c"}]) == [97, 98, 99]
-        assert (await refusal(engine.tokenize_chat([]))).field == "messages"
-        assert await engine.tokenize("é") == [195, 169]
-        assert engine.decode([195, 169]) == "é" and engine.token_bytes(195) == b"\xc3"
-        assert engine.token_text(256) == "<256>"
+        assert (await engine.text.chat([{"content": "ab"}, {"content": "c"}])).token_ids == [97, 98, 99]
+        assert (await refusal(engine.text.chat([]))).field == "messages"
+        assert await engine.text.tokenize("é") == [195, 169]
+        assert engine.text.decode([195, 169]) == "é" and engine.text.token_bytes(195) == b"\xc3"
+        assert engine.text.token_text(256) == "<256>"
 
 
 @pytest.mark.parametrize("apart", [True, False])

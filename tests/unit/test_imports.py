@@ -21,8 +21,12 @@ ARROWS = {
 }
 TOUCH_DEVICES = ("hetero.plan", "hetero.pipeline", "hetero.prepare", "hetero.launch")
 SERVER_SEES = (
-    "hetero.server", "hetero.async_engine", "hetero.request", "hetero.sampling.params", "hetero.text.parts",
-)  # fmt: skip
+    "hetero.server",
+    "hetero.async_engine",
+    "hetero.request",
+    "hetero.sampling.params",
+    "hetero.text.parts",
+)
 HEAVY = ("numba", "llama_cpp", "aiohttp", "numpy", "jinja2", "llguidance", "rich")
 
 
