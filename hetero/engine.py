@@ -344,6 +344,7 @@ class Engine:
             delta.error_code = generation.error_code
         else:
             delta.text += generation.detokenizer.finish()
+            delta.stop_string = generation.detokenizer.stop_string
         delta.num_prompt_tokens = len(request.prompt_token_ids)
         delta.num_output_tokens = len(request.output_token_ids)
         delta.num_cached_tokens = request.num_cached_tokens

@@ -118,6 +118,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None  # as in RequestError, where there is one
+    stop_string: str | None = None  # in the last delta: the one that was found
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0
     num_cached_tokens: int = 0

@@ -18,10 +18,11 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hetero.server import chat, completions, openai
+from hetero.server import chat, completions
 from hetero.server.body import read_json
+from hetero.server.context import Context, Prepare
 from hetero.server.errors import ApiError, as_api_error, json_response
-from hetero.server.generate import Active, Answer, Generation
+from hetero.server.generate import Active
 from hetero.server.metrics import Metrics
 from hetero.server.protocol import Runner
 from hetero.server.security import Gate, is_preflight
@@ -36,15 +37,13 @@ log = logging.getLogger(__name__)
 ABORT_SECONDS = 5.0  # for the error events, once a drain has run out of time
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
-Prepare = Callable[
-    [dict[str, Any], "AsyncEngine", ServerSettings, Active], Awaitable[tuple[Answer, Generation]]
-]
 ACTIVE = web.AppKey("active", Active)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application:
     """The application over a started engine. `serve` runs it."""
     gate, metrics, active = Gate(settings), Metrics(engine), Active()
+    context = Context(engine, settings, active)
     app = web.Application(middlewares=[_wrapper(gate, metrics)], client_max_size=settings.max_body_bytes)
     app[ACTIVE] = active
 
@@ -67,11 +66,10 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
 
     def generating(prepare: Prepare) -> Handler:
         async def handler(request: web.Request) -> web.StreamResponse:
-            openai.check_alive(engine, active.draining)
+            context.check_alive()
             with active.request():
-                body = await read_json(request, settings)
-                answer, generation = await prepare(body, engine, settings, active)
-                return await answer.respond(request, settings, generation)
+                answer = await prepare(await read_json(request, settings), context)
+                return await answer.respond(request, settings)
 
         return handler
 

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable
 from typing import TYPE_CHECKING, Any
 
-from hetero.request import OutputDelta, TokenLogprob
+from hetero.request import TokenLogprob
 from hetero.server import openai
+from hetero.server.choices import ChoicesWriter
+from hetero.server.collect import Collected, Piece
+from hetero.server.context import Context
+from hetero.server.conversation import new_id, submit
 from hetero.server.errors import ApiError, bad_field
-from hetero.server.generate import Active, Answer, Collected, Generation, Usage
-from hetero.server.settings import ServerSettings
+from hetero.server.respond import Answer
 from hetero.server.validate import Fields, as_integer, wrong_type
 
 if TYPE_CHECKING:
@@ -20,20 +22,12 @@ DEFAULT_MAX_TOKENS = 16  # the OpenAI API's default for this route
 PROMPT_KINDS = "a string, an array of strings, an array of token ids or an array of such arrays"
 
 
-async def prepare(
-    body: dict[str, Any], engine: AsyncEngine, settings: ServerSettings, active: Active
-) -> tuple[Answer, Generation]:
-    """Validate, tokenize and submit a completion request. Raises ApiError, ParamError or RequestError."""
-    fields = Fields(body)
+async def prepare(body: dict[str, Any], context: Context) -> Answer:
+    """Validate, tokenize and submit a completion request. Raises ApiError or RequestError."""
+    fields, engine = Fields(body), context.engine
     fields.string("model")
-    given = read_prompts(fields, engine.info.n_vocab, settings.max_choices)
-    openai.refuse_unsupported(fields)
-    if fields.string("suffix"):
-        raise bad_field("suffix", "not supported by this server yet", code="unsupported_parameter")
-    n = openai.num_choices(fields, settings.max_choices, len(given))
-    best_of = fields.integer("best_of")
-    if best_of is not None and best_of != n:
-        raise bad_field("best_of", "only a value equal to n is supported", code="unsupported_parameter")
+    given = read_prompts(fields, engine.info.n_vocab, context.settings.max_choices)
+    n = _refuse(fields, context.settings.max_choices, len(given))
     stream, include_usage = openai.stream_options(fields)
     logprobs = _logprobs(fields)
     echo = fields.boolean("echo")
@@ -45,24 +39,29 @@ async def prepare(
     if not (fields.has("max_tokens") or fields.has("max_completion_tokens")):
         limit = DEFAULT_MAX_TOKENS
     params = openai.sampling_params(fields, engine.info.n_vocab, max_tokens=limit, logprobs=logprobs)
-    grammar = await openai.compile_grammar(engine, fields)
+    grammar = await engine.text.compile_grammar(openai.read_response_format(fields))
     prompts = [p if isinstance(p, list) else await engine.text.tokenize(p) for p in given]
     if not all(prompts):
         raise bad_field("prompt", "is empty: no tokens to start from")
     echoes = [p if isinstance(p, str) else engine.text.decode(p) for p in given] if echo else None
-    answer = Answer(
-        id=openai.new_id("cmpl"),
-        model=engine.info.name,
-        shape=CompletionShape(engine, params.logprobs is not None, echoes, n),
-        usage=Usage(n, sum(map(len, prompts))),
-        num_choices=n * len(prompts),
-        stream=stream,
-        include_usage=include_usage,
+    answer_id = new_id("cmpl-")
+    generation = submit(
+        context, prompts, params, n, request_id=answer_id, prompt_field="prompt", grammar=grammar
     )
-    streams = openai.submit_all(
-        engine, prompts, params, n, request_id=answer.id, grammar=grammar, prompt_field="prompt"
-    )
-    return answer, Generation(streams, active)
+    writer = CompletionWriter(answer_id, engine, params.logprobs is not None, include_usage, echoes, n)
+    return Answer(generation, writer, stream)
+
+
+def _refuse(fields: Fields, max_choices: int, num_prompts: int) -> int:
+    """The number of answers to each prompt, once nothing is asked for that is not supported."""
+    openai.refuse_unsupported(fields)
+    if fields.string("suffix"):
+        raise bad_field("suffix", "not supported by this server yet", code="unsupported_parameter")
+    n = openai.num_choices(fields, max_choices, num_prompts)
+    best_of = fields.integer("best_of")
+    if best_of is not None and best_of != n:
+        raise bad_field("best_of", "only a value equal to n is supported", code="unsupported_parameter")
+    return n
 
 
 def read_prompts(fields: Fields, n_vocab: int, limit: int) -> list[str | list[int]]:
@@ -106,28 +105,42 @@ def _logprobs(fields: Fields) -> int | None:
     return openai.check_top_logprobs("logprobs", fields.integer("logprobs"))
 
 
-class CompletionShape:
+class CompletionWriter(ChoicesWriter):
     object = "text_completion"
     chunk_object = "text_completion"
 
-    def __init__(self, engine: AsyncEngine, with_logprobs: bool, echoes: list[str] | None, n: int) -> None:
+    def __init__(
+        self,
+        answer_id: str,
+        engine: AsyncEngine,
+        with_logprobs: bool,
+        include_usage: bool,
+        echoes: list[str] | None,
+        n: int,
+    ) -> None:
+        super().__init__(answer_id, engine.info.name, include_usage)
         self._engine = engine
         self._with_logprobs = with_logprobs
         self._echoes = echoes
         self._n = n
+        self._begun: set[int] = set()
         self._offsets: dict[int, _Offsets] = {}
 
-    def chunks(self, index: int, delta: OutputDelta, first: bool) -> Iterable[dict[str, Any]]:
-        if first and self._echoes is not None:
-            yield self._choice(index, self._echo(index), [], None)
+    def chunks(self, piece: Piece) -> list[dict[str, Any]]:
+        index, delta = piece.index, piece.delta
+        chunks = []
+        if self._echoes is not None and index not in self._begun:
+            chunks.append(self._choice(index, self._echo(index), [], None))
+        self._begun.add(index)
         if delta.text or (self._with_logprobs and delta.logprobs):
-            yield self._choice(index, delta.text, delta.logprobs, None)
-        if delta.finish_reason is not None:
-            yield self._choice(index, "", [], delta.finish_reason.value)
+            chunks.append(self._choice(index, delta.text, delta.logprobs, None))
+        if piece.finish is not None:
+            chunks.append(self._choice(index, "", [], piece.finish))
+        return chunks
 
     def choice(self, index: int, collected: Collected) -> dict[str, Any]:
         text = self._echo(index) + collected.text
-        return self._choice(index, text, collected.logprobs, collected.finish_reason)
+        return self._choice(index, text, collected.logprobs, collected.finish)
 
     def _echo(self, index: int) -> str:
         return "" if self._echoes is None else self._echoes[index // self._n]

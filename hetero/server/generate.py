@@ -1,51 +1,21 @@
-"""One HTTP request's answers: several submits to the engine, streamed or collected."""
+"""One HTTP request's answers while they are made: several submits to the engine, read as they come."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
-import time
 from collections import deque
-from collections.abc import AsyncIterator, Iterable, Iterator
+from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, Protocol
+from typing import TYPE_CHECKING
 
-from aiohttp import web
-
-from hetero.request import FinishReason, OutputDelta, Timings, TokenLogprob
-from hetero.server.errors import ApiError, as_api_error, encode, json_response
-from hetero.server.settings import ServerSettings
-from hetero.server.sse import ClientGone, EventStream
-from hetero.server.timings import sum_of, timings_dict
+from hetero.request import FinishReason, OutputDelta, Timings
+from hetero.server.collect import Collected, Piece
+from hetero.server.errors import ApiError, as_api_error
+from hetero.text.parts import PartsParser, ReasoningPart, TextPart
 
 if TYPE_CHECKING:
     from hetero.async_engine import RequestStream
-
-log = logging.getLogger(__name__)
-
-
-@dataclass(slots=True)
-class Collected:
-    """All of one choice."""
-
-    text: str = ""
-    token_ids: list[int] = field(default_factory=list)
-    logprobs: list[TokenLogprob] = field(default_factory=list)
-    finish_reason: str = ""
-
-
-class Shape(Protocol):
-    """How a route writes its answers. `object` and `chunk_object` are the API's names of the two forms."""
-
-    object: str
-    chunk_object: str
-
-    def chunks(self, index: int, delta: OutputDelta, first: bool) -> Iterable[dict[str, Any]]:
-        """Entries for `choices`, one chunk each. The one with a finish_reason comes last."""
-
-    def choice(self, index: int, collected: Collected) -> dict[str, Any]:
-        """The whole choice, for an answer in one piece."""
 
 
 @dataclass(slots=True)
@@ -56,19 +26,20 @@ class Usage:
     prompt_tokens: int
     cached_tokens: int = 0
     completion_tokens: int = 0
+    reasoning_tokens: int = 0  # those that came while an answer was reasoning
+    timings: list[Timings] = field(default_factory=list)  # of the choices that have ended
 
-    def add(self, index: int, last: OutputDelta) -> None:
-        self.completion_tokens += last.num_output_tokens
-        if index % self.choices_per_prompt == 0:
-            self.cached_tokens += last.num_cached_tokens
-
-    def as_dict(self) -> dict[str, Any]:
-        return {
-            "prompt_tokens": self.prompt_tokens,
-            "completion_tokens": self.completion_tokens,
-            "total_tokens": self.prompt_tokens + self.completion_tokens,
-            "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
-        }
+    def add(self, piece: Piece) -> None:
+        delta = piece.delta
+        if piece.parts and isinstance(piece.parts[-1], ReasoningPart):
+            self.reasoning_tokens += len(delta.token_ids)
+        if piece.finish is None:
+            return
+        self.completion_tokens += delta.num_output_tokens
+        if piece.index % self.choices_per_prompt == 0:
+            self.cached_tokens += delta.num_cached_tokens
+        if delta.timings is not None:
+            self.timings.append(delta.timings)
 
 
 class Active:
@@ -113,8 +84,18 @@ class Active:
 class Generation:
     """The choices of one request. Leaving the `async with` aborts what still runs, for whatever reason."""
 
-    def __init__(self, streams: list[RequestStream], active: Active) -> None:
+    def __init__(
+        self,
+        streams: list[RequestStream],
+        active: Active,
+        usage: Usage,
+        parsers: Sequence[PartsParser] | None = None,
+    ) -> None:
+        """`parsers`: one for each stream; without them all is text."""
+        self.usage = usage
+        self.num_choices = len(streams)
         self._streams = streams
+        self._parsers = parsers
         self._active = active
         self._items: deque[tuple[int, OutputDelta | Exception] | None] = deque()
         self._arrived = asyncio.Event()
@@ -159,8 +140,8 @@ class Generation:
         self._quiet = True
         self._ticker = asyncio.get_running_loop().call_later(idle, self._tick, idle)
 
-    async def deltas(self, idle: float | None) -> AsyncIterator[tuple[int, OutputDelta] | None]:
-        """(choice, delta) as they come; None when nothing has come for `idle` to twice `idle` seconds.
+    async def pieces(self, idle: float | None = None) -> AsyncIterator[Piece | None]:
+        """What is new, as it comes; None when nothing has come for `idle` to twice `idle` seconds.
 
         Raises ApiError when a choice fails: 500 for an error of the engine, 503 when the server ended it
         or a device was lost.
@@ -186,89 +167,26 @@ class Generation:
             if delta.finish_reason == FinishReason.ABORT:
                 raise ApiError(503, "the server is stopping and ended this request", code="aborted")
             running -= delta.finish_reason is not None
-            yield index, delta
+            piece = self._piece(index, delta)
+            self.usage.add(piece)
+            yield piece
 
+    def _piece(self, index: int, delta: OutputDelta) -> Piece:
+        finish = None if delta.finish_reason is None else delta.finish_reason.value
+        if self._parsers is None:
+            return Piece(index, [TextPart(delta.text)] if delta.text else [], delta, finish)
+        parser = self._parsers[index]
+        parts = parser.push(delta.text) if delta.text else []
+        if finish is not None:
+            parts = [*parts, *parser.finish()]
+            if parser.called_tools and delta.finish_reason == FinishReason.STOP:
+                finish = "tool_calls"
+        return Piece(index, parts, delta, finish)
 
-@dataclass(slots=True)
-class Answer:
-    """Writes a Generation in a Shape."""
-
-    id: str
-    model: str
-    shape: Shape
-    usage: Usage
-    num_choices: int
-    stream: bool
-    include_usage: bool
-    created: int = field(default_factory=lambda: int(time.time()))
-
-    async def respond(
-        self, request: web.Request, settings: ServerSettings, generation: Generation
-    ) -> web.StreamResponse:
-        async with generation:
-            if self.stream:
-                return await self._stream(EventStream(request, settings), generation, settings.keep_alive)
-            return json_response(await self._collect(generation))
-
-    def _envelope(self, kind: str, choices: list[dict[str, Any]]) -> dict[str, Any]:
-        return {
-            "id": self.id, "object": kind, "created": self.created, "model": self.model, "choices": choices,
-        }  # fmt: skip
-
-    async def _stream(
-        self, events: EventStream, generation: Generation, keep_alive: float
-    ) -> web.StreamResponse:
-        shape, started = self.shape, set[int]()
-        before, after = encode(self._envelope(shape.chunk_object, [])).rsplit("]", 1)
-        try:
-            await events.start()
-            async for item in generation.deltas(keep_alive):
-                if item is None:
-                    await events.keep_alive()
-                    continue
-                index, delta = item
-                chunks = shape.chunks(index, delta, index not in started)
-                started.add(index)
-                texts = [f"{before}{encode(chunk)}]{after}" for chunk in chunks]
-                if delta.finish_reason is not None:
-                    self.usage.add(index, delta)
-                    if delta.timings is not None:
-                        texts[-1] = f'{texts[-1][:-1]},"timings":{encode(timings_dict(delta.timings))}}}'
-                await events.send(*texts)
-            if self.include_usage:
-                usage = {**self._envelope(shape.chunk_object, []), "usage": self.usage.as_dict()}
-                await events.send(encode(usage))
-            await events.done()
-        except (ClientGone, ConnectionError):
-            log.debug("%s: the client closed the stream", self.id)
-        except Exception as error:
-            try:
-                await events.error(as_api_error(error))
-            except (ClientGone, ConnectionError):
-                log.debug("%s: the client closed the stream", self.id)
-        finally:
-            events.close()
-        return events.response
-
-    async def _collect(self, generation: Generation) -> dict[str, Any]:
-        choices = [Collected() for _ in range(self.num_choices)]
-        texts: list[list[str]] = [[] for _ in choices]
-        timings: list[Timings] = []
-        async for item in generation.deltas(None):
-            assert item is not None
-            index, delta = item
-            texts[index].append(delta.text)
-            choices[index].token_ids += delta.token_ids
-            choices[index].logprobs += delta.logprobs
-            if delta.finish_reason is not None:
-                choices[index].finish_reason = delta.finish_reason.value
-                self.usage.add(index, delta)
-                if delta.timings is not None:
-                    timings.append(delta.timings)
-        for choice, pieces in zip(choices, texts, strict=True):
-            choice.text = "".join(pieces)
-        body = self._envelope(
-            self.shape.object, [self.shape.choice(i, choice) for i, choice in enumerate(choices)]
-        )
-        body["usage"] = self.usage.as_dict()
-        return {**body, "timings": timings_dict(sum_of(timings))} if timings else body
+    async def collect(self) -> list[Collected]:
+        """All choices, when all have ended. Raises as `pieces` does."""
+        choices = [Collected() for _ in self._streams]
+        async for piece in self.pieces():
+            assert piece is not None
+            choices[piece.index].add(piece)
+        return choices

@@ -1,19 +1,17 @@
-"""What /v1/chat/completions and /v1/completions have in common: sampling fields, submits, tokens as JSON."""
+"""What the routes of OpenAI's dialect have in common: sampling fields, tokens as JSON."""
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
-from hetero.request import RequestError, TokenLogprob
-from hetero.sampling.params import MAX_LOGPROBS, SamplingParams
-from hetero.server.errors import ApiError, bad_field
+from hetero.request import TokenLogprob
+from hetero.sampling.params import MAX_LOGPROBS, ParamError, SamplingParams
+from hetero.server.errors import bad_field
 from hetero.server.validate import Fields, as_integer, as_number, wrong_type
 
 if TYPE_CHECKING:
-    from hetero.async_engine import AsyncEngine, RequestStream
+    from hetero.async_engine import AsyncEngine
 
 MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
 
@@ -38,7 +36,7 @@ def refuse_unsupported(fields: Fields, table: dict[str, Any] = UNSUPPORTED) -> N
 def sampling_params(
     fields: Fields, n_vocab: int, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
-    """The request's SamplingParams, checked. Raises ApiError or ParamError naming the field."""
+    """The request's SamplingParams, checked. Raises ApiError naming the field."""
     penalty = "repetition_penalty" if fields.has("repetition_penalty") else "repeat_penalty"
     top_k = fields.integer("top_k", low=-1)  # vLLM's -1 and llama.cpp's 0 both mean off
     params = SamplingParams(
@@ -57,7 +55,10 @@ def sampling_params(
         ignore_eos=fields.boolean("ignore_eos"),
         logprobs=logprobs,
     )
-    params.validate(n_vocab)
+    try:
+        params.validate(n_vocab)
+    except ParamError as error:
+        raise bad_field(fields.name(error.field), str(error).partition(": ")[2]) from None
     return params
 
 
@@ -118,8 +119,8 @@ def stream_options(fields: Fields) -> tuple[bool, bool]:
     return stream, options.boolean("include_usage") and stream
 
 
-async def compile_grammar(engine: AsyncEngine, fields: Fields) -> Any:
-    """The grammar of response_format, or None. A schema that cannot be enforced is a 400, never dropped."""
+def read_response_format(fields: Fields) -> dict[str, Any] | None:
+    """The `response_format`, checked for its shape; whether it can be enforced is found out later."""
     response_format = fields.object("response_format")
     if response_format is None:
         return None
@@ -130,50 +131,7 @@ async def compile_grammar(engine: AsyncEngine, fields: Fields) -> Any:
         inner = Fields(response_format, "response_format.").object("json_schema")
         if inner is None or Fields(inner, "response_format.json_schema.").object("schema") is None:
             raise bad_field("response_format", "json_schema needs an object `schema`")
-    return await engine.text.compile_grammar(response_format)
-
-
-def submit_all(
-    engine: AsyncEngine,
-    prompts: Sequence[list[int]],
-    params: SamplingParams,
-    n: int,
-    *,
-    request_id: str,
-    grammar: Any,
-    prompt_field: str,
-) -> list[RequestStream]:
-    """n submits per prompt, in order of the choices. Choice i of a prompt has seed + i, so that answer 0 is
-    the same whatever n is. If one is refused, none runs; `prompt_field` is how the route calls its prompt."""
-    streams: list[RequestStream] = []
-    try:
-        for prompt in prompts:
-            for i in range(n):
-                own = params if params.seed is None else replace(params, seed=params.seed + i)
-                name = f"{request_id}-{len(streams)}"
-                fresh = None if grammar is None else grammar.fork()
-                streams.append(engine.submit(prompt, own, request_id=name, grammar=fresh))
-    except BaseException as error:
-        for stream in streams:
-            stream.abort()
-        if isinstance(error, RequestError) and error.field == "prompt":
-            raise RequestError(str(error), prompt_field, error.code) from None
-        raise
-    return streams
-
-
-def new_id(prefix: str) -> str:
-    return f"{prefix}-{secrets.token_hex(12)}"
-
-
-def check_alive(engine: AsyncEngine, draining: bool) -> None:
-    """503 before any work while nothing could be generated."""
-    if draining:
-        raise ApiError(503, "the server is stopping", code="draining")
-    ok, reason = engine.health()
-    if not ok:
-        lost = engine.device_lost is not None
-        raise ApiError(503, reason, code="device_unavailable" if lost else "unavailable")
+    return response_format
 
 
 def token_string(engine: AsyncEngine, token_id: int) -> tuple[str, list[int]]:

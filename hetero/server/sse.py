@@ -1,4 +1,4 @@
-"""Server-sent events: exactly `data: {json}` and a blank line, comments while nothing happens."""
+"""Answers that are written bit by bit: server-sent events, or lines of JSON."""
 
 from __future__ import annotations
 
@@ -6,14 +6,11 @@ import asyncio
 
 from aiohttp import web
 
-from hetero.server.errors import ApiError, encode
 from hetero.server.settings import ServerSettings
 
-HEADERS = {
-    "Content-Type": "text/event-stream; charset=utf-8",
-    "Cache-Control": "no-cache",
-    "X-Accel-Buffering": "no",  # nginx would collect the stream otherwise
-}
+SSE = "text/event-stream; charset=utf-8"
+NDJSON = "application/x-ndjson"
+COMMENT = ": keep-alive\n\n"  # what clients of server-sent events skip
 
 
 class ClientGone(Exception):
@@ -21,14 +18,20 @@ class ClientGone(Exception):
 
 
 class EventStream:
-    """An SSE answer. Its headers go out with `start`, before the first event exists."""
+    """An answer in pieces. Its headers go out with `start`, before the first piece exists."""
 
-    def __init__(self, request: web.Request, settings: ServerSettings) -> None:
+    def __init__(self, request: web.Request, settings: ServerSettings, content_type: str = SSE) -> None:
         self._request = request
         self._timeout = settings.write_timeout
         self._writing_since: float | None = None
         self._watch: asyncio.TimerHandle | None = None
-        self.response = web.StreamResponse(headers=HEADERS)
+        self.response = web.StreamResponse(
+            headers={
+                "Content-Type": content_type,
+                "Cache-Control": "no-cache",
+                "X-Accel-Buffering": "no",  # nginx would collect the stream otherwise
+            }
+        )
 
     async def start(self) -> None:
         await self.response.prepare(self._request)
@@ -38,25 +41,10 @@ class EventStream:
         if self._watch is not None:
             self._watch.cancel()
 
-    async def send(self, *events: str) -> None:
-        """Each event, JSON on one line, as a `data:` line; all in one write."""
-        if events:
-            await self._write("".join([f"data: {event}\n\n" for event in events]))
-
-    async def keep_alive(self) -> None:
-        """A comment, which clients skip; it also finds out that the client is gone."""
-        await self._write(": keep-alive\n\n")
-
-    async def done(self) -> None:
-        await self.send("[DONE]")
-        await self.response.write_eof()
-
-    async def error(self, error: ApiError) -> None:
-        """The last event of a stream that failed; no [DONE] follows."""
-        await self.send(encode(error.body))
-        await self.response.write_eof()
-
-    async def _write(self, text: str) -> None:
+    async def write(self, text: str) -> None:
+        """Raises ClientGone. Writing also finds out that the client is gone: keep-alives are for that too."""
+        if not text:
+            return
         self._writing_since = asyncio.get_running_loop().time()
         try:
             await self.response.write(text.encode())
@@ -64,6 +52,9 @@ class EventStream:
             raise ClientGone from error
         finally:
             self._writing_since = None
+
+    async def end(self) -> None:
+        await self.response.write_eof()
 
     def _watch_writes(self) -> None:
         """Hang up on a client that has not read for `write_timeout`: the pending write then fails."""
@@ -73,3 +64,8 @@ class EventStream:
             self._request.transport.abort()
             return
         self._watch = loop.call_later(self._timeout / 2, self._watch_writes)
+
+
+def event(data: str, name: str | None = None) -> str:
+    """`data`, JSON on one line, as one server-sent event: exactly `data: {json}` and a blank line."""
+    return f"data: {data}\n\n" if name is None else f"event: {name}\ndata: {data}\n\n"

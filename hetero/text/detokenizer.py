@@ -34,7 +34,11 @@ class Detokenizer:
         self._stops = [(text, _borders(text)) for text in dict.fromkeys(stop) if text]
         self._matched = [0] * len(self._stops)  # characters of each stop string at the end of the text
         self._held = ""
-        self.stopped = False
+        self.stop_string: str | None = None  # the one that was found
+
+    @property
+    def stopped(self) -> bool:
+        return self.stop_string is not None
 
     def push(self, token_id: int) -> str:
         """The text that is certain now. "" once a stop string was found."""
@@ -59,7 +63,7 @@ class Detokenizer:
             return text
         matched = self._matched
         for position, char in enumerate(text):
-            longest = 0
+            longest = ""
             for index, (stop, borders) in enumerate(self._stops):
                 length = matched[index]
                 while length and stop[length] != char:
@@ -67,12 +71,12 @@ class Detokenizer:
                 length += stop[length] == char
                 matched[index] = length
                 if length == len(stop):
-                    longest = max(longest, length)
+                    longest = max(longest, stop, key=len)
             if longest:
-                self.stopped = True
+                self.stop_string = longest
                 text = self._held + text[: position + 1]
                 self._held = ""
-                return text[: len(text) - longest]
+                return text[: len(text) - len(longest)]
         text = self._held + text
         cut = len(text) - max(matched)
         self._held = text[cut:]

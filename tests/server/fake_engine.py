@@ -62,7 +62,7 @@ class FakeStream:
         await self._pause(self.engine.prefill_seconds)
         limit = min(self.params.max_tokens or 10**9, self.engine.info.n_ctx - len(self.prompt))
         decoder, text, sent, count = codecs.getincrementaldecoder("utf-8")(), "", 0, 0
-        reason = None
+        reason, found = None, None
         while reason is None:
             if self.aborted:
                 reason = FinishReason.ABORT
@@ -81,7 +81,7 @@ class FakeStream:
                 reason = FinishReason.LENGTH
             for stop in self.params.stop:
                 if stop in text:
-                    text, reason = text[: text.index(stop)], FinishReason.STOP
+                    text, reason, found = text[: text.index(stop)], FinishReason.STOP, stop
             held = max(
                 (k for s in self.params.stop for k in range(len(s)) if text.endswith(s[:k])), default=0
             )
@@ -95,6 +95,7 @@ class FakeStream:
         self.engine.running.discard(self)
         yield OutputDelta(
             finish_reason=reason,
+            stop_string=found,
             num_prompt_tokens=len(self.prompt),
             num_output_tokens=count,
             num_cached_tokens=self.engine.cached_tokens,

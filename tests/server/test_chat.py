@@ -11,9 +11,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from hetero.request import RequestError
-from hetero.sampling.params import ParamError
 from hetero.server import chat, completions
 from hetero.server.app import ServerSettings
+from hetero.server.context import Context
 from hetero.server.errors import ApiError
 from hetero.server.generate import Active
 
@@ -333,11 +333,11 @@ def test_no_body_gets_past_the_validation_by_accident(body: dict[str, Any], is_c
     base: dict[str, Any] = {"messages": [USER]} if is_chat else {"prompt": "hi"}
 
     async def run() -> None:
-        await prepare({**base, **body}, FakeEngine(), ServerSettings(), Active())
+        await prepare({**base, **body}, Context(FakeEngine(), ServerSettings(), Active()))  # type: ignore[arg-type]
 
     try:
         asyncio.run(run())
     except ApiError as error:
         assert error.status == 400
-    except (ParamError, RequestError):
+    except RequestError:
         pass
