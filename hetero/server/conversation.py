@@ -111,7 +111,9 @@ def submit(
     Choice i of a prompt has seed + i, so that answer 0 is the same whatever n is. If one is refused, none
     runs; `prompt_field` is how the route calls its prompt. `chat` brings its own grammar.
     """
-    grammar = grammar if chat is None else chat.grammar
+    shown: Mapping[int, bytes] = {}
+    if chat is not None:
+        grammar, shown = chat.grammar, chat.shown
     streams: list[RequestStream] = []
     try:
         for prompt in prompts:
@@ -119,7 +121,9 @@ def submit(
                 own = params if params.seed is None else replace(params, seed=params.seed + i)
                 name = f"{request_id}-{len(streams)}"
                 fresh = None if grammar is None else grammar.fork()
-                streams.append(context.engine.submit(prompt, own, request_id=name, grammar=fresh))
+                streams.append(
+                    context.engine.submit(prompt, own, request_id=name, grammar=fresh, shown=shown)
+                )
     except BaseException as error:
         for stream in streams:
             stream.abort()

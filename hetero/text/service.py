@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import asyncio
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hetero.request import RequestError
 from hetero.text.grammar import Grammar, GrammarCompiler
-from hetero.text.parts import PartsParser, parser_for
+from hetero.text.parts import PartsParser, marks_of, parser_for
 from hetero.text.template import ChatTemplate, TemplateError
 from hetero.text.tokenizer import Tokenizer
 
@@ -22,11 +22,13 @@ TAIL_TOKENS = 64  # of the prompt's end, from which a parser sees what the templ
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation ready to be generated. Each answer needs a fork of `grammar` and a parser of its own."""
+    """A conversation ready to be generated. Each answer needs a fork of `grammar` and a parser of its own;
+    `shown` are control tokens that the parser must see in the text, with their bytes."""
 
     token_ids: list[int]
     grammar: Grammar | None
     new_parser: Callable[[], PartsParser]
+    shown: Mapping[int, bytes]
 
 
 class TextService:
@@ -79,12 +81,18 @@ class TextService:
             new_parser = functools.partial(
                 parser_for, template.source, tools, tool_choice, tail, parallel_tool_calls
             )
-            return ChatPrompt(ids, grammar, new_parser)
+            marks = marks_of(template.source, bool(tools) and tool_choice != "none")
+            return ChatPrompt(ids, grammar, new_parser, self._shown(marks))
 
         try:
             return await self._in_thread(work)
         except TemplateError as error:
             raise RequestError(str(error), field="messages") from error
+
+    def _shown(self, marks: Iterable[str]) -> dict[int, bytes]:
+        """The control tokens among `marks`, with their text's bytes."""
+        ids = self._tokenizer.control_texts if marks else {}
+        return {ids[mark]: mark.encode() for mark in marks if mark in ids}
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` adds BOS where the model wants it."""

@@ -154,7 +154,7 @@ class FakeEngine:
                 raise RequestError("roles must alternate", "messages")
             ids += [IM_START, *f"{message['role']}\n{content}".encode(), IM_END]
         ids = ids[:-1] if continue_final_message else [*ids, IM_START, *b"assistant\n"]
-        return ChatPrompt(ids, grammar, PlainParser)
+        return ChatPrompt(ids, grammar, PlainParser, {})
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special) + list(text.encode())

@@ -26,6 +26,7 @@ SERVER_SEES = (
     "hetero.request",
     "hetero.sampling.params",
     "hetero.text.parts",
+    "hetero.text.service",
 )
 HEAVY = ("numba", "llama_cpp", "aiohttp", "numpy", "jinja2", "llguidance", "rich")
 
