@@ -17,6 +17,7 @@ from quant.gguf import ArrayValue, GGUFError, LazyArray, open_gguf
 
 Segment = tuple[str, bool]  # text, and whether control tokens in it are parsed
 
+_MORE_ENDS = ("▁<EOT>",)  # of a generation, beside those that libllama knows: Code Llama, after filling in
 LONG_TEXT = 2048  # characters from which it pays not to leave the search for special tokens to libllama
 _SPM, _BPE = 1, 2  # LLAMA_VOCAB_TYPE_SPM, _BPE
 _LOG_ERROR = 3  # GGML_LOG_LEVEL_ERROR
@@ -60,6 +61,7 @@ class Tokenizer:
         self._bytes: list[bytes | None] = [None] * self.n_vocab
         self._control_texts = {self.token_text(i): i for i in sorted(self.control_ids)}
         self._control_texts.pop("", None)
+        self.eog_ids |= {self._control_texts[t] for t in _MORE_ENDS if t in self._control_texts}
 
     def __del__(self) -> None:
         model = getattr(self, "_model", None)

@@ -1,0 +1,134 @@
+"""Tokens with a task, per family: as their vocabularies spell them, or as metadata says."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+from gguf_tools import write_gguf
+from tiny_models import bpe_vocab, spm_vocab
+
+from hetero.text.special import FimTokens, ReasoningTags, fim_tokens, reasoning_tags
+from hetero.text.tokenizer import Tokenizer
+
+CONTROL, USER_DEFINED = 3, 4
+
+
+def tokenizer_with(path: Path, texts: list[str], kind: int = CONTROL, **metadata: Any) -> Tokenizer:
+    """A BPE vocabulary with `texts` as its last tokens, of type `kind`."""
+    values = bpe_vocab()
+    tokens = [*values["tokenizer.ggml.tokens"], *texts]
+    kinds = [*values["tokenizer.ggml.token_type"], *[kind] * len(texts)]
+    values |= {
+        "general.architecture": "llama",
+        "tokenizer.ggml.tokens": tokens,
+        "tokenizer.ggml.token_type": np.array(kinds, np.int32),
+    }
+    ids = {f"tokenizer.ggml.{key}": value for key, value in metadata.items()}
+    return Tokenizer(write_gguf(path / "vocab.gguf", values | ids, {}))
+
+
+QWEN = ["<|fim_prefix|>", "<|fim_middle|>", "<|fim_suffix|>", "<|fim_pad|>", "<|repo_name|>", "<|file_sep|>"]
+FAMILIES = {
+    "qwen": (QWEN, [QWEN[0], "B", QWEN[2], "A", QWEN[1]]),
+    "starcoder, granite": (
+        ["<fim_prefix>", "<fim_middle>", "<fim_suffix>"],
+        ["<fim_prefix>", "B", "<fim_suffix>", "A", "<fim_middle>"],
+    ),
+    "deepseek": (
+        ["<｜fim▁hole｜>", "<｜fim▁begin｜>", "<｜fim▁end｜>"],
+        ["<｜fim▁begin｜>", "B", "<｜fim▁hole｜>", "A", "<｜fim▁end｜>"],
+    ),
+    "glm": (
+        ["<|code_prefix|>", "<|code_middle|>", "<|code_suffix|>"],
+        ["<|code_prefix|>", "B", "<|code_suffix|>", "A", "<|code_middle|>"],
+    ),
+    "codestral": (["[PREFIX]", "[MIDDLE]", "[SUFFIX]"], ["[SUFFIX]", "A", "[PREFIX]", "B"]),
+    "seed": (
+        ["<[fim-suffix]>", "<[fim-prefix]>", "<[fim-middle]>"],
+        ["<[fim-suffix]>", "A", "<[fim-prefix]>", "B", "<[fim-middle]>"],
+    ),
+}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_fim_tokens_by_name(family: str, tmp_path: Path):
+    texts, wanted = FAMILIES[family]
+    tokenizer = tokenizer_with(tmp_path, texts)
+    found = fim_tokens(tokenizer)
+    assert found is not None
+    before, after = (tokenizer.encode(t, parse_special=False, add_special=False) for t in "BA")
+    assert [tokenizer.token_text(i) for i in found.arrange(before, after)] == wanted
+
+
+def test_fim_tokens_of_qwen_end_what_follows_the_file(tmp_path: Path):
+    tokenizer = tokenizer_with(tmp_path, QWEN)
+    found = fim_tokens(tokenizer)
+    assert found is not None
+    names = {name: tokenizer.token_text(getattr(found, name)) for name in ("pad", "repo", "file")}
+    assert names == {"pad": "<|fim_pad|>", "repo": "<|repo_name|>", "file": "<|file_sep|>"}
+    assert {found.pad, found.repo, found.file} <= tokenizer.eog_ids
+
+
+def test_fim_tokens_by_metadata(tmp_path: Path):
+    texts = ["<a>", "<b>", "<c>"]
+    first = len(bpe_vocab()["tokenizer.ggml.tokens"])
+    ids = {f"fim_{name}_token_id": first + i for i, name in enumerate(("pre", "suf", "mid"))}
+    found = fim_tokens(tokenizer_with(tmp_path, texts, **ids))
+    assert found == FimTokens(first, first + 1, first + 2)
+
+
+def test_no_fim_tokens(smollm2_path: Path, tmp_path: Path):
+    assert fim_tokens(tokenizer_with(tmp_path, ["<|fim_prefix|>", "<|fim_suffix|>"])) is None
+    assert fim_tokens(tokenizer_with(tmp_path, ["[PREFIX]", "[SUFFIX]"], kind=1)) is None  # words
+
+
+REASONING = [
+    ("{{ '<think>' }}{{ content.split('</think>') }}", [], ReasoningTags("<think>", "</think>")),
+    ("[THINK]{{ x }}[/THINK]", ["<think>", "</think>"], ReasoningTags("[THINK]", "[/THINK]")),
+    ("<seed:think> </seed:think>", [], ReasoningTags("<seed:think>", "</seed:think>")),
+    ("<|channel>thought\n<channel|>", [], ReasoningTags("<|channel>thought\n", "<channel|>")),
+    ("no word of it", ["<think>", "</think>"], ReasoningTags("<think>", "</think>")),
+    (None, ["[THINK]", "[/THINK]"], ReasoningTags("[THINK]", "[/THINK]")),
+    ("no word of it", [], None),
+    ("no word of it", ["<think>"], None),
+    ("<|start|>assistant<|channel|>final<|message|>", ["<think>", "</think>"], None),
+]
+
+
+@pytest.mark.parametrize(("template", "tokens", "wanted"), REASONING)
+def test_reasoning_tags(template, tokens, wanted, tmp_path: Path):
+    tokenizer = tokenizer_with(tmp_path, tokens, USER_DEFINED)
+    assert reasoning_tags(template, tokenizer) == wanted
+
+
+ENDS = [
+    (["<|eot_id|>", "<|eom_id|>"], {"<|eot_id|>", "<|eom_id|>"}),  # Llama 3
+    (["<|end|>"], {"<|end|>"}),  # Phi 3
+    (["<|return|>", "<|call|>", "<|end|>"], {"<|return|>", "<|call|>"}),  # gpt-oss: <|end|> ends a message
+    (["<end_of_turn>"], {"<end_of_turn>"}),  # Gemma
+    (["<|end_of_text|>"], {"<|end_of_text|>"}),  # Granite
+    (["▁<EOT>"], {"▁<EOT>"}),  # Code Llama, after what it filled in
+]
+
+
+@pytest.mark.parametrize(("texts", "ends"), ENDS)
+def test_ends_of_generation(texts: list[str], ends: set[str], tmp_path: Path):
+    tokenizer = tokenizer_with(tmp_path, texts)
+    always = {"<|endoftext|>", "<|im_end|>"}  # of the tiny vocabulary; the second is its EOS
+    assert {tokenizer.token_text(i) for i in tokenizer.eog_ids} == always | ends
+
+
+def test_bos_and_eos_as_the_file_says(tmp_path: Path):
+    for bos in (True, False):
+        for eos in (True, False):
+            values = spm_vocab() | {
+                "general.architecture": "llama",
+                "tokenizer.ggml.add_bos_token": bos,
+                "tokenizer.ggml.add_eos_token": eos,
+            }
+            tokenizer = Tokenizer(write_gguf(tmp_path / f"{bos}{eos}.gguf", values, {}))
+            ids = tokenizer.encode("the", parse_special=False, add_special=True)
+            assert [i for i in ids if i in tokenizer.control_ids] == [2] * bos + [1] * eos
