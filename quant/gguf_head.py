@@ -41,7 +41,7 @@ _STRUCTS = {t: struct.Struct("=" + f) for t, f in _SCALARS.items()}
 _DTYPES = {t: np.dtype("=" + f) if f != "?" else np.dtype("u1") for t, f in _SCALARS.items()}
 _TYPE_NAMES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
 _U32, _U64 = _STRUCTS[4], _STRUCTS[10]
-_BOOL, _STRING, _ARRAY = 7, 8, 9
+_U16, _BOOL, _STRING, _ARRAY = 2, 7, 8, 9
 
 
 class GGUFError(ValueError):
@@ -89,23 +89,25 @@ class LazyArray(Sequence):
     """
 
     def __init__(self, view: memoryview, elem_type: int, count: int):
-        self._view: memoryview | None = view
+        self._view = view
+        self._items: list | None = None
         self.element = _TYPE_NAMES[elem_type]
         self._elem_type = elem_type
         self._count = count
-        self._items: list = []
 
     def _decoded(self) -> list:
-        view = self._view
-        if view is not None:
-            self._items = _decode_array(view, self._elem_type, self._count)
-            self._view = None
+        if self._items is None:
+            self._items = _decode_array(self._view, self._elem_type, self._count)
         return self._items
+
+    def raw_strings(self) -> list[bytes]:
+        """The elements of an array of strings as they are in the file, which must be open."""
+        assert self._elem_type == _STRING
+        return _split_strings(self._view, self._count)
 
     def release(self) -> None:
         """Let go of the file. What was not decoded before then is lost."""
-        if self._view is not None:
-            self._view.release()
+        self._view.release()
 
     def __len__(self) -> int:
         return self._count
@@ -193,7 +195,7 @@ class HeadParser:
             raise self.fail(
                 "another GGUF file follows in it; do not join the parts of a split model with cat"
             )
-        return Head(version, metadata, tensors, *self.split_of(metadata))
+        return Head(version, metadata, tensors, *self.split_of(metadata, types))
 
     def take_value(self, key: str, value_type: int) -> object:
         what = f"the value of {key!r}"
@@ -256,7 +258,9 @@ class HeadParser:
             )
         return alignment
 
-    def split_of(self, metadata: Mapping[str, object]) -> tuple[int, int, int | None]:
+    def split_of(
+        self, metadata: Mapping[str, object], types: Mapping[str, int]
+    ) -> tuple[int, int, int | None]:
         """split.no, split.count (0 and 1 in a file that is no part) and split.tensors.count."""
         found: dict[str, int | None] = {}
         for key in ("no", "count", "tensors.count"):
@@ -271,6 +275,9 @@ class HeadParser:
             raise self.fail(
                 f"split.no is {number} and split.count {count}: no part of a split model has these"
             )
+        for key in ("split.no", "split.count"):
+            if types[key] != _U16:  # libllama takes nothing else for it, and aborts
+                raise self.fail(f"{key} must be of type u16, not {_TYPE_NAMES[types[key]]}")
         return number, count, found["tensors.count"]
 
     def take_tensor_info(self, index: int, alignment: int) -> TensorInfo:
@@ -326,10 +333,15 @@ def _decode_array(view: memoryview, elem_type: int, count: int) -> list:
     if elem_type != _STRING:
         values = np.frombuffer(view, _DTYPES[elem_type], count)
         return (values != 0).tolist() if elem_type == _BOOL else values.tolist()
+    return [raw.decode("utf-8", "replace") for raw in _split_strings(view, count)]
+
+
+def _split_strings(view: memoryview, count: int) -> list[bytes]:
+    """The texts of a checked array of strings."""
     raw = bytes(view)
     out, pos, unpack = [], 0, _U64.unpack_from
     for _ in range(count):
         start = pos + 8
         pos = start + unpack(raw, pos)[0]
-        out.append(raw[start:pos].decode("utf-8", "replace"))
+        out.append(raw[start:pos])
     return out

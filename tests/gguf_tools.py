@@ -119,14 +119,14 @@ def rewrite(
     pos, entries = 24, {}
     for _ in range(n_kv):
         start = pos
-        pos = _skip(data, pos, 8)
+        pos = skip_value(data, pos, 8)
         key = data[start + 8 : pos].decode()
         (type_id,) = struct.unpack_from("<I", data, pos)
-        pos = _skip(data, pos + 4, type_id)
+        pos = skip_value(data, pos + 4, type_id)
         entries[key] = data[start:pos]
     infos = {}
     for _ in range(n_tensors):
-        start, pos = pos + 8, _skip(data, pos, 8)
+        start, pos = pos + 8, skip_value(data, pos, 8)
         name = data[start:pos].decode()
         (n_dims,) = struct.unpack_from("<I", data, pos)
         *dims, type_id, offset = struct.unpack_from(f"<{n_dims}QIQ", data, pos + 4)
@@ -171,7 +171,7 @@ def split_gguf(path_in: Path, prefix: Path, parts: int) -> list[Path]:
     return paths
 
 
-def _skip(data: bytes, pos: int, type_id: int) -> int:
+def skip_value(data: bytes, pos: int, type_id: int) -> int:
     """The position after a value of this type."""
     if type_id in _CODES:
         return pos + struct.calcsize("<" + _CODES[type_id])
@@ -182,5 +182,5 @@ def _skip(data: bytes, pos: int, type_id: int) -> int:
     if element in _CODES:
         return pos + count * struct.calcsize("<" + _CODES[element])
     for _ in range(count):
-        pos = _skip(data, pos, element)
+        pos = skip_value(data, pos, element)
     return pos

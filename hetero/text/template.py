@@ -22,6 +22,8 @@ CHATML = (
 MAX_SOURCE_CHARS = 1 << 17  # the longest templates in use have 30 thousand
 # Noncharacters, "not for interchange": two that the messages do not hold mark places in their texts.
 _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
+# Names that are ours to write and stay as they are, even where a vocabulary calls one a control token.
+_FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "function", "name", "arguments"))
 
 _environment = TemplateEnvironment()
 
@@ -107,7 +109,7 @@ class ChatTemplate:
             end = free[0]
             if not chat or chat[-1]["role"] != "assistant":
                 raise TemplateError("messages: only a last message of the assistant can be continued")
-        marked = self._marked(given, free[1])
+        marked = {name: self._marked(value, free[1]) for name, value in given.items()}
         if end:
             marked["messages"][-1]["content"] += end
         variables = {
@@ -152,7 +154,10 @@ class ChatTemplate:
             items = {self._break(str(k), mark): self._marked(v, mark) for k, v in value.items()}
             return ToolArguments(self._break(str(value), mark), items)
         if isinstance(value, Mapping):
-            return {self._marked(k, mark): self._marked(v, mark) for k, v in value.items()}
+            return {
+                key if key in _FIELDS else self._marked(key, mark): self._marked(v, mark)
+                for key, v in value.items()
+            }
         if isinstance(value, (list, tuple)):
             return [self._marked(item, mark) for item in value]
         return value

@@ -13,14 +13,15 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 
 from hetero.text.patterns import any_of, separable
-from quant.gguf import ArrayValue, GGUFError, LazyArray, open_gguf
+from hetero.text.vocabulary import check_vocabulary
+from quant.gguf import open_gguf
 
 Segment = tuple[str, bool]  # text, and whether control tokens in it are parsed
 
 _MORE_ENDS = ("▁<EOT>",)  # of a generation, beside those that libllama knows: Code Llama, after filling in
 LONG_TEXT = 2048  # characters from which it pays not to leave the search for special tokens to libllama
-_SPM, _BPE = 1, 2  # LLAMA_VOCAB_TYPE_SPM, _BPE
-_LOG_ERROR = 3  # GGML_LOG_LEVEL_ERROR
+_SPM, _BPE, _WPM = 1, 2, 3  # LLAMA_VOCAB_TYPE_*
+_LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 _errors: deque[str] = deque(maxlen=8)
 
 
@@ -43,7 +44,7 @@ class Tokenizer:
         self.path = Path(path)
         # libllama aborts the process on some malformed files: look first.
         with open_gguf(self.path) as gguf:
-            _check_vocab(self.path, gguf.metadata)
+            check_vocabulary(self.path, gguf.metadata)
         self._model = _load_vocab(self.path)
         self.vocab_pointer: int = llama.llama_model_get_vocab(self._model)
         vocab = self.vocab_pointer
@@ -52,8 +53,11 @@ class Tokenizer:
             raise ValueError(f"{self.path}: the file has no vocabulary")
         self.bos_id = self._id_or_none(llama.llama_vocab_bos(vocab))
         self.eos_id = self._id_or_none(llama.llama_vocab_eos(vocab))
-        self.add_bos = bool(llama.llama_vocab_get_add_bos(vocab)) and self.bos_id is not None
-        self.add_eos = bool(llama.llama_vocab_get_add_eos(vocab)) and self.eos_id is not None
+        self.add_bos = self._adds("bos", llama.llama_vocab_get_add_bos(vocab), self.bos_id)
+        self.add_eos = self._adds("eos", llama.llama_vocab_get_add_eos(vocab), self.eos_id)
+        if llama.llama_vocab_type(vocab) == _WPM:  # writes these around every text, and aborts without
+            self._adds("bos", True, self.bos_id)
+            self._adds("seperator", True, self._id_or_none(llama.llama_vocab_sep(vocab)))
         ids = range(self.n_vocab)
         special = llama.LLAMA_TOKEN_ATTR_CONTROL | llama.LLAMA_TOKEN_ATTR_UNKNOWN
         self.eog_ids = frozenset(i for i in ids if llama.llama_vocab_is_eog(vocab, i))
@@ -67,6 +71,13 @@ class Tokenizer:
         model = getattr(self, "_model", None)
         if model and llama is not None:
             llama.llama_model_free(model)
+
+    def _adds(self, which: str, wanted: bool, token_id: int | None) -> bool:
+        """`wanted`. ValueError when there is no such token: libllama aborts where it has to write it."""
+        if wanted and token_id is None:
+            key = f"tokenizer.ggml.{which}_token_id"
+            raise ValueError(f"{self.path}: {key} is missing, and texts begin or end with that token")
+        return wanted
 
     def _id_or_none(self, token_id: int) -> int | None:
         return token_id if 0 <= token_id < self.n_vocab else None
@@ -220,23 +231,6 @@ class Tokenizer:
             capacity = -count
 
 
-def _check_vocab(path: Path, metadata: Mapping[str, object]) -> None:
-    """Refuse arrays that libllama would read with the wrong type or past their end."""
-    tokens = metadata.get("tokenizer.ggml.tokens")
-    if tokens is None:
-        raise ValueError(f"{path}: the file has no vocabulary (tokenizer.ggml.tokens)")
-    wanted = {"tokens": "str", "scores": "f32", "token_type": "i32", "merges": "str"}
-    for name, element in wanted.items():
-        key = f"tokenizer.ggml.{name}"
-        value = metadata.get(key)
-        if value is None:
-            continue
-        if not isinstance(value, (ArrayValue, LazyArray)) or value.element != element:
-            raise GGUFError(f"{path}: {key} is not an array of {element}")
-        if name in ("scores", "token_type") and len(value) != len(tokens):  # type: ignore[arg-type]
-            raise GGUFError(f"{path}: {key} has {len(value)} entries for {len(tokens)} tokens")  # type: ignore[arg-type]
-
-
 def _load_vocab(path: Path) -> int:
     """libllama's model pointer for the vocabulary alone."""
     llama.llama_log_set(_log, ctypes.c_void_p(0))
@@ -248,6 +242,6 @@ def _load_vocab(path: Path) -> int:
     _errors.clear()
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
-        reason = _errors[0].split(": ", 1)[-1] if _errors else "libllama gave no reason"
+        reason = " ".join(_errors[0].split(": ", 1)[-1].split()) if _errors else "libllama gave no reason"
         raise ValueError(f"{path}: the vocabulary cannot be loaded: {reason}")
     return model

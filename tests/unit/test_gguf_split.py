@@ -55,11 +55,11 @@ def test_read_as_one(whole: Path, parts: list[Path]):
 
 
 def test_a_first_part_with_the_metadata_alone(whole: Path):
-    empty = {"split.no": 0, "split.count": 2, "split.tensors.count": 1}
+    empty = {"split.no": Typed("u16", 0), "split.count": Typed("u16", 2), "split.tensors.count": 1}
     first = write_gguf(whole.with_name("m-00001-of-00002.gguf"), empty, {})
     write_gguf(
         whole.with_name("m-00002-of-00002.gguf"),
-        {"split.no": 1, "split.count": 2},
+        {"split.no": Typed("u16", 1), "split.count": Typed("u16", 2)},
         {"t": np.arange(8, dtype=np.float32)},
     )
     with open_gguf(first) as file:
@@ -111,7 +111,7 @@ def test_a_tensor_in_two_parts(parts: list[Path]):
     rewrite(parts[2], parts[2], {}, {"t1": None})
     write_gguf(
         parts[2],
-        {"split.no": 2, "split.count": 3},
+        {"split.no": Typed("u16", 2), "split.count": Typed("u16", 3)},
         {"t1": np.zeros(8, np.float32)},
     )
     assert refused(parts[0]) == (f"model-00003-of-00003.gguf: tensor 't1' occurs already in {parts[0].name}")
@@ -147,6 +147,13 @@ def test_numbers_that_are_none(key: str, parts: list[Path]):
     for value in ("2", True, 2.0):
         rewrite(parts[0], parts[0], {key: value})
         assert f"{key} is not an integer" in refused(parts[0])
+
+
+def test_numbers_of_another_type_than_libllama_takes(parts: list[Path]):
+    for key, value in (("split.no", Typed("u32", 1)), ("split.count", Typed("i32", 3))):
+        damaged = rewrite(parts[1], parts[1].with_name("model-00002-of-00003.gguf"), {key: value})
+        assert f"{key} must be of type u16, not {value.type_name}" in refused(parts[0])
+        rewrite(damaged, damaged, {key: Typed("u16", value.value)})
 
 
 @pytest.mark.skipif(sys.platform == "win32", reason="a mapped file keeps its length")

@@ -258,7 +258,7 @@ def test_files_without_a_vocabulary(tmp_path):
     assert "cannot be read" in refused(path)
     path.write_bytes(head(0, 0))
     assert "tokenizer.ggml.tokens" in refused(path)
-    write_gguf(path, {"general.architecture": "llama", **bpe_vocab(), "tokenizer.ggml.model": "nope"}, {})
+    write_gguf(path, {"general.architecture": "llama", **bpe_vocab(), "tokenizer.ggml.pre": "nope"}, {})
     assert "vocabulary cannot be loaded" in refused(path)
 
 
