@@ -65,7 +65,8 @@ class PagedGraphBuilder(GraphBuilder):
         self.pools, self.flash, self.unpacks = pools, flash, unpacks
         self._windows = {g: config.layer_windows[layer] for layer, g in pools.group_of.items()}
         self._groups = sorted(set(pools.group_of.values()))
-        self._positions = self.input_i32(rows)
+        rotates = any(config.rope_of(layer) is not None for layer in pools.layers)
+        self._positions = self.input_i32(rows) if rotates else None  # an unused input has no memory
         self._growth: int | None = None
         if config.query_growth is not None:
             self._growth = self.lib.new_tensor_4d(self.context, TYPE_F32, 1, 1, rows, 1)
@@ -78,7 +79,8 @@ class PagedGraphBuilder(GraphBuilder):
 
     def set_step(self, batch: BatchLike, layout: Layout, upload: Upload) -> None:
         """Fill the inputs with a step of this shape and point the views at its blocks."""
-        upload(self._positions, padded(batch.positions, self.rows, np.int32))
+        if self._positions is not None:
+            upload(self._positions, padded(batch.positions, self.rows, np.int32))
         if self._growth is not None and self.config.query_growth is not None:
             factors = self.config.query_growth.factors(batch.positions)
             upload(self._growth, padded(factors, self.rows, np.float32))

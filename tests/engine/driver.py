@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import numpy as np
 
 from backends.base import DeviceSpec
 from backends.ggml.devices import open_device
-from backends.ggml.models import read_config
+from backends.ggml.models import ModelConfig, read_config
 from backends.ggml.stage import GgmlStage, StageSpec
 from hetero.batch import Batch, BlockCopy
 from quant.gguf import open_gguf
@@ -20,7 +20,8 @@ BLOCK = 16
 class Driver:
     """A model on a device with `num_blocks` blocks per KV group, of which block 0 is scratch.
 
-    `kind` is another stage class than the ordinary one. `kv_types`: formats of keys and of values.
+    `kind` is another stage class than the ordinary one. `kv_types`: formats of keys and of values. `change`
+    is made to the model's configuration before the stage is built.
     """
 
     def __init__(
@@ -32,9 +33,13 @@ class Driver:
         device: DeviceSpec | str = "CPU",
         kind: type[GgmlStage] = GgmlStage,
         kv_types: tuple[str, str] = ("f16", "f16"),
+        max_context: int = 0,
+        change: Callable[[ModelConfig], ModelConfig] | None = None,
     ):
         self.gguf = open_gguf(path)
         self.config = read_config(self.gguf)
+        if change is not None:
+            self.config = change(self.config)
         windows = sorted(set(self.config.layer_windows), key=lambda w: (w is not None, w or 0))
         group_of = {layer: windows.index(w) for layer, w in enumerate(self.config.layer_windows)}
         self.num_groups, self.num_blocks = len(windows), num_blocks
@@ -45,6 +50,7 @@ class Driver:
             (num_blocks,) * len(windows),
             max_tokens,
             max_logits=max_tokens,
+            max_context=max_context,
             key_type=kv_types[0],
             value_type=kv_types[1],
         )

@@ -13,11 +13,9 @@ from hetero.text.parts import (
     TextPart,
     ToolCallArguments,
     ToolCallStart,
-    capabilities,
     parser_for,
 )
-from hetero.text.tools.families import FAMILIES, family_of
-from hetero.text.tools.scan import JsonValue, MarkFinder
+from hetero.text.tools.families import family_of
 
 TOOLS = [
     {
