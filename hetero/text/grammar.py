@@ -1,4 +1,4 @@
-"""Output that must follow a JSON schema: the allowed next tokens, by llguidance."""
+"""Output that must have a certain form: the allowed next tokens, by llguidance."""
 
 from __future__ import annotations
 
@@ -6,34 +6,36 @@ import ctypes
 import json
 import threading
 from collections import OrderedDict
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import llama_cpp.llama_cpp as llama
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from hetero.text.output import OutputError, field_of, grammar_of
 from hetero.text.tokenizer import Tokenizer
+from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around
 
-MAX_SCHEMA_CHARS = 1 << 17  # OpenAI's own bound is 120,000
 CACHED_GRAMMARS = 64
+CACHED_CHARS = 1 << 20  # of their sources
 # Room for an object of 5000 properties (OpenAI's bound); a mask then takes about 10 ms.
 _LIMITS = LLParserLimits(
     max_grammar_size=200_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
 )
-# Between tokens of JSON: a space, or a new line with its indentation. Without an upper bound a small model
-# can write blanks until its context is full.
-_WHITESPACE = r"( |\n[ \t]{0,40})"
 
 
 class Grammar:
     """Where one request's output stands in its grammar. Used by one thread at a time."""
 
-    def __init__(self, matcher: LLMatcher):
+    def __init__(self, matcher: LLMatcher, field: str = "response_format"):
+        """`field` is the client's name for it, for errors."""
         self._matcher = matcher
+        self._field = field
 
     def fork(self) -> Grammar:
         """An independent copy at the same place."""
-        return Grammar(self._matcher.deep_copy())
+        return Grammar(self._matcher.deep_copy(), self._field)
 
     def fill_mask(self, row: np.ndarray) -> None:
         """Set the bits of the tokens that may come next.
@@ -45,7 +47,7 @@ class Grammar:
             raise TypeError("the mask must be one contiguous row of int32")
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
-            raise ValueError(f"response_format: {_one_line(self._matcher.get_error())}")
+            raise OutputError(_one_line(self._matcher.get_error()), self._field)
 
     def accept(self, token_id: int) -> bool:
         """Take the sampled token. False if the grammar does not allow it."""
@@ -66,44 +68,77 @@ class GrammarCompiler:
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._lock = threading.Lock()
 
-    def compile(self, response_format: dict[str, Any] | None) -> Grammar | None:
-        """A grammar at its start for `response_format` as in OpenAI's API; None if any text will do.
+    def compile(
+        self,
+        output: Mapping[str, Any] | None,
+        *,
+        tools: Sequence[Mapping[str, Any]] = (),
+        several: bool = True,
+        template: str = "",
+        prompt_tail: str = "",
+    ) -> Grammar | None:
+        """A grammar at its start for an answer with this output; None if any text will do.
 
-        ValueError names what is wrong with the format, or why the schema cannot be enforced. The first call
-        takes up to a second, to index the vocabulary.
+        `output` is as in hetero.text.output.
+        With `tools` (OpenAI's) the answer calls one of them, or `several`; or, with an output too, is that.
+        `template` is the chat template's source and `prompt_tail` the prompt's end, where the model may
+        reason first. Raises OutputError. The first call takes up to a second, to index the vocabulary.
         """
-        schema = _schema_of(response_format)
-        if schema is None:
+        inner = grammar_of(output)
+        if inner is None and not tools:
             return None
-        try:
-            key = json.dumps(schema)  # order matters: properties are written in the schema's order
-        except RecursionError:
-            raise ValueError("response_format: the schema is nested too deeply") from None
-        if len(key) > MAX_SCHEMA_CHARS:
-            raise ValueError(f"response_format: the schema has more than {MAX_SCHEMA_CHARS} characters")
-        with self._lock:
-            matcher = self._cache.pop(key, None) or self._compile(key)
-            self._cache[key] = matcher
-            if len(self._cache) > CACHED_GRAMMARS:
-                self._cache.popitem(last=False)
-            return Grammar(matcher.deep_copy())
+        grammars = [] if inner is None else [{"name": "output", **inner}]
+        calls = ForcedCalls([self._arguments(tool["function"]) for tool in tools], several) if tools else None
+        outer = around(template, prompt_tail, self._mark_token, calls, inner is not None)
+        if outer is not None:
+            grammars.insert(0, {"name": "answer", "lark_grammar": outer})
+        field = "tools" if tools else field_of(output)
+        return Grammar(self._matcher(json.dumps({"grammars": grammars}), field).deep_copy(), field)
 
-    def _compile(self, schema: str) -> LLMatcher:
-        if self._ll_tokenizer is None:
-            self._ll_tokenizer = _index_vocabulary(self._tokenizer)
-        options = {"whitespace_pattern": _WHITESPACE}
-        try:
-            grammar = LLMatcher.grammar_from_json_schema(schema, overrides=options)  # type: ignore[arg-type]
-        except ValueError as error:
-            raise ValueError(f"response_format: {_one_line(str(error))}") from None
-        matcher = LLMatcher(self._ll_tokenizer, grammar, log_level=0, limits=_LIMITS)
-        if not matcher.is_error():
-            probe = matcher.deep_copy()
-            probe.compute_bitmask()  # finds schemas that nothing can satisfy
-            matcher = probe if probe.is_error() else matcher
-        if matcher.is_error():
-            raise ValueError(f"response_format: the schema is not usable: {_one_line(matcher.get_error())}")
+    def _arguments(self, function: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
+        """A tool's name and the strictest schema of its arguments that can be enforced."""
+        error: OutputError | None = None
+        for schema in arguments_schemas(function.get("parameters") or {}):
+            try:
+                self._matcher(json.dumps({"grammars": [{"json_schema": schema}]}), "tools")
+            except OutputError as caught:
+                error = caught
+            else:
+                return function["name"], schema
+        assert error is not None
+        raise error
+
+    def _mark_token(self, mark: str) -> int | None:
+        ids = self._tokenizer.encode(mark, parse_special=True, add_special=False)
+        is_token = len(ids) == 1 and self._tokenizer.grammar_bytes(ids[0]).startswith(b"\xff")
+        return ids[0] if is_token else None
+
+    def _matcher(self, grammars: str, field: str) -> LLMatcher:
+        """One to copy, from the cache or new. Order matters: properties are written in the schema's order."""
+        with self._lock:
+            matcher = self._cache.pop(grammars, None)
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = _index_vocabulary(self._tokenizer)
+        if matcher is None:
+            matcher = _compile(self._ll_tokenizer, grammars, field)
+        with self._lock:
+            self._cache[grammars] = matcher
+            while len(self._cache) > CACHED_GRAMMARS or sum(map(len, self._cache)) > CACHED_CHARS:
+                if len(self._cache) == 1:
+                    break
+                self._cache.popitem(last=False)
         return matcher
+
+
+def _compile(tokenizer: LLTokenizer, grammars: str, field: str) -> LLMatcher:
+    matcher = LLMatcher(tokenizer, grammars, log_level=0, limits=_LIMITS)
+    if not matcher.is_error():
+        probe = matcher.deep_copy()
+        probe.compute_bitmask()  # finds schemas that nothing can satisfy
+        matcher = probe if probe.is_error() else matcher
+    if matcher.is_error():
+        raise OutputError(f"cannot be enforced: {_one_line(matcher.get_error())}", field)
+    return matcher
 
 
 def _index_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
@@ -115,28 +150,6 @@ def _index_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
         eos_token=sorted(tokenizer.eog_ids),
         slices=LLTokenizer.json_slices(),
     )
-
-
-def _schema_of(response_format: Any) -> dict[str, Any] | None:
-    """The JSON schema that a `response_format` asks for."""
-    if response_format is None:
-        return None
-    if not isinstance(response_format, dict):
-        raise ValueError("response_format must be an object")
-    kind = response_format.get("type")
-    if kind == "text":
-        return None
-    if kind == "json_object":
-        return {"type": "object"}
-    if kind != "json_schema":
-        raise ValueError(f"response_format.type must be text, json_object or json_schema, not {kind!r}")
-    wrapper = response_format.get("json_schema")
-    if not isinstance(wrapper, dict):
-        raise ValueError("response_format.json_schema must be an object")
-    schema = wrapper.get("schema")
-    if not isinstance(schema, dict):
-        raise ValueError("response_format.json_schema.schema must be an object")
-    return schema
 
 
 def _one_line(text: str) -> str:

@@ -92,8 +92,8 @@ ANSWERS = {
         CODER,
         'I look.\n\n<tool_call>\n<function=get_weather>\n<parameter=city>\nPa"ris\n\n</parameter>\n'
         "<parameter=days>\n3\n</parameter>\n<parameter=units>\nnull\n</parameter>\n"
-        '<parameter=options>\n{"a": [1]}\n</parameter>\n</function>\n</tool_call>\n<tool_call>\n<function=now>\n'
-        "</function>\n</tool_call>",
+        '<parameter=options>\n{"a": [1]}\n</parameter>\n</function>\n</tool_call>\n'
+        "<tool_call>\n<function=now>\n</function>\n</tool_call>",
         (
             "I look.",
             "",
@@ -129,7 +129,8 @@ ANSWERS = {
     "llama3": (LLAMA3, '{"name": "get_weather", "parameters": {"city": "Paris"}}', ("", "", [PARIS])),
     "llama3, several": (
         LLAMA3,
-        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; {"name": "now", "parameters": {}}',
+        '<|python_tag|>{"name": "get_weather", "parameters": {"city": "Paris"}}; '
+        '{"name": "now", "parameters": {}}',
         ("", "", [PARIS, NOW]),
     ),
     "llama3, JSON of another kind": (
@@ -151,9 +152,10 @@ ANSWERS = {
     ),
     "harmony": (
         HARMONY,
-        "<|channel|>analysis<|message|>Weather.<|end|><|start|>assistant<|channel|>commentary<|message|>I look."
-        "<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather <|constrain|>json<|message|>"
-        '{"city": "Paris"}<|call|><|start|>assistant to=functions.now<|channel|>commentary json<|message|><|call|>',
+        "<|channel|>analysis<|message|>Weather.<|end|><|start|>assistant<|channel|>commentary<|message|>"
+        "I look.<|end|><|start|>assistant<|channel|>commentary to=functions.get_weather "
+        '<|constrain|>json<|message|>{"city": "Paris"}<|call|><|start|>assistant to=functions.now'
+        "<|channel|>commentary json<|message|><|call|>",
         ("I look.", "Weather.", [PARIS, NOW]),
     ),
     "harmony, an answer": (
@@ -164,8 +166,8 @@ ANSWERS = {
     "deepseek": (
         DEEPSEEK,
         "Yes.<｜tool▁calls▁begin｜><｜tool▁call▁begin｜>function<｜tool▁sep｜>get_weather\n```json\n"
-        '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜>'
-        "<｜tool▁calls▁end｜>",
+        '{"city": "Paris"}\n```<｜tool▁call▁end｜>\n'
+        "<｜tool▁call▁begin｜>now<｜tool▁sep｜>{}<｜tool▁call▁end｜><｜tool▁calls▁end｜>",
         ("Yes.", "", [PARIS, NOW]),
     ),
     "kimi": (
@@ -252,7 +254,7 @@ def test_any_text_is_read_the_same_in_one_piece_and_in_many(data):
     """Whatever a model writes between the marks: nothing raises, and text never gets lost before a call."""
     template, answer, _ = ANSWERS[data.draw(st.sampled_from(sorted(ANSWERS)))]
     words = ["{", "}", "[", "]", '"', "\\", ",", ":", "\n", " ", "x", "1", "null", '{"name": "now"']
-    words += sorted(family_of(template).marks) + [answer[:9], answer[-9:], answer]
+    words += [*sorted(family_of(template).marks), answer[:9], answer[-9:], answer]
     pieces = data.draw(st.lists(st.sampled_from(words), max_size=12))
     whole, cut = [], []
     for out, texts in ((whole, ["".join(pieces)]), (cut, list("".join(pieces)))):

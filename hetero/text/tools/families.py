@@ -22,7 +22,7 @@ class Family:
     headers     what stands between a name and its arguments
     bare        an answer may be calls alone, without a mark
 
-    and for calls that are forced (NAME stands for the name as JSON, name for the name itself):
+    and for calls that are forced ({NAME} stands for the name as JSON, {name} for the name itself):
 
     begin, end  around all calls        call, after    around the arguments of each
     between     between two calls; None if there is only ever one
@@ -53,7 +53,7 @@ HARMONY = Family(
     ("<|channel|>", "<|message|>"),
     (),
     headers=("<|start|>", "<|channel|>", "<|message|>", "<|constrain|>", "<|end|>", "<|call|>", "<|return|>"),
-    call="<|channel|>commentary to=functions.name <|constrain|>json<|message|>",
+    call="<|channel|>commentary to=functions.{name} <|constrain|>json<|message|>",
     between=None,
 )
 HERMES = Family(
@@ -61,7 +61,7 @@ HERMES = Family(
     ("<tool_call>",),
     ("<tool_call>",),
     ("</tool_call>",),
-    call='<tool_call>\n{"name": NAME, "arguments": ',
+    call='<tool_call>\n{"name": {NAME}, "arguments": ',
     after="}\n</tool_call>",
     between="\n",
 )
@@ -82,7 +82,7 @@ FAMILIES = (
         ("[TOOL_CALLS]", "[ARGS]"),
         ("[TOOL_CALLS]",),
         headers=("[ARGS]", "[CALL_ID]"),
-        call="[TOOL_CALLS]name[ARGS]",
+        call="[TOOL_CALLS]{name}[ARGS]",
         new_id=short_call_id,
     ),
     Family(
@@ -90,7 +90,7 @@ FAMILIES = (
         ("[TOOL_CALLS]",),
         ("[TOOL_CALLS]",),
         begin="[TOOL_CALLS][",
-        call='{"name": NAME, "arguments": ',
+        call='{"name": {NAME}, "arguments": ',
         after="}",
         between=", ",
         end="]",
@@ -104,7 +104,7 @@ FAMILIES = (
         ("<｜tool▁calls▁begin｜>", "<｜tool▁calls▁end｜>"),
         headers=("<｜tool▁sep｜>",),
         begin="<｜tool▁calls▁begin｜>",
-        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>name\n```json\n",
+        call="<｜tool▁call▁begin｜>function<｜tool▁sep｜>{name}\n```json\n",
         after="\n```<｜tool▁call▁end｜>",
         between="\n",
         end="<｜tool▁calls▁end｜>",
@@ -117,7 +117,7 @@ FAMILIES = (
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         headers=("<|tool_call_argument_begin|>",),
         begin="<|tool_calls_section_begin|>",
-        call="<|tool_call_begin|>functions.name:0<|tool_call_argument_begin|>",
+        call="<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
         after="<|tool_call_end|>",
         end="<|tool_calls_section_end|>",
     ),
@@ -128,7 +128,7 @@ FAMILIES = (
         ("<|END_ACTION|>",),
         ("<|START_RESPONSE|>", "<|END_RESPONSE|>"),
         begin="<|START_ACTION|>[\n",
-        call='    {"tool_call_id": "0", "tool_name": NAME, "parameters": ',
+        call='    {"tool_call_id": "0", "tool_name": {NAME}, "parameters": ',
         after="}",
         between=",\n",
         end="\n]<|END_ACTION|>",
@@ -158,7 +158,7 @@ FAMILIES = (
         ("<|tool_call|>",),
         ("<|/tool_call|>",),
         begin="<|tool_call|>[",
-        call='{"name": NAME, "arguments": ',
+        call='{"name": {NAME}, "arguments": ',
         after="}",
         between=", ",
         end="]",
@@ -168,7 +168,7 @@ FAMILIES = (
         ('"parameters"', "ipython"),
         ("<|python_tag|>",),
         bare=True,
-        call='{"name": NAME, "parameters": ',
+        call='{"name": {NAME}, "parameters": ',
         after="}",
         between=None,
     ),
@@ -242,7 +242,7 @@ def _name_before_args(header: str) -> str:
 
 
 def _name_in_marks(header: str) -> str:
-    """`function<｜tool▁sep｜>get_weather\\n```json\\n`, `functions.get_weather:0<|tool_call_argument_begin|>`"""
+    """`function<｜tool▁sep｜>get_weather\\n```json\\n`, or with `functions.get_weather:0` before a mark."""
     text = re.sub(r"^\s*function<｜tool▁sep｜>", "", header)
     text = re.split(r"<[｜|]|\n", text.strip(), maxsplit=1)[0]
     found = re.fullmatch(r"(?:functions\.)?([^\s:]+?)(?::\d+)?", text.strip())
