@@ -146,7 +146,7 @@ def _mask(generation: Generation) -> np.ndarray | None:
     try:
         generation.grammar.fill_mask(generation.mask)
     except Exception as error:
-        generation.error = f"response_format: {one_line(error)}"
+        generation.error = one_line(error)
         return None
     return generation.mask
 

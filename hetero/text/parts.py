@@ -70,15 +70,13 @@ class PlainParser:
 def parser_for(
     template: str,
     tools: Sequence[Mapping[str, Any]],
-    tool_choice: str | Mapping[str, Any],
     prompt_tail: str,
     parallel: bool = True,
 ) -> PartsParser:
     """A parser for an answer to a prompt that the chat template `template` (its source) made.
 
-    `tools` are OpenAI's (objects with a `function`); with `tool_choice` "none" nothing is taken for a call.
-    `prompt_tail` is the end of the prompt, which may have begun the reasoning. Not `parallel`: only the first
-    call counts.
+    `tools` are OpenAI's (objects with a `function`); without any nothing is taken for a call. `prompt_tail`
+    is the end of the prompt, which may have begun the reasoning. Not `parallel`: only the first call counts.
     """
     from hetero.text.reasoning import ReasoningParser, begun_in, tags_of
     from hetero.text.tools.families import HARMONY, family_of, tool_parser
@@ -88,7 +86,7 @@ def parser_for(
     if family is HARMONY:
         return HarmonyParser(prompt_tail, parallel)
     parser: PartsParser = PlainParser()
-    if tools and tool_choice != "none":
+    if tools:
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         parser = tool_parser(family, schemas, parallel)
     tags = tags_of(template)

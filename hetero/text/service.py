@@ -11,13 +11,17 @@ from typing import Any, TypeVar
 
 from hetero.request import RequestError
 from hetero.text.grammar import Grammar, GrammarCompiler
+from hetero.text.output import OutputError
 from hetero.text.parts import PartsParser, marks_of, parser_for
 from hetero.text.template import ChatTemplate, TemplateError
 from hetero.text.tokenizer import Tokenizer
+from hetero.text.tools.choice import choose
+from hetero.text.tools.families import HARMONY, family_of, takes_tools
+from hetero.text.tools.prompt import in_plain_messages
 
 T = TypeVar("T")
 TEXT_THREADS = 2
-TAIL_TOKENS = 64  # of the prompt's end, from which a parser sees what the template has opened
+TAIL_CHARS = 256  # of the prompt's end, from which a parser sees what the template has opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +43,8 @@ class TextService:
         self._template = template
         self._grammars = grammars
         self._threads = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="text")
+        # Of their own: a grammar may take a second, and conversations without one need not wait for it.
+        self._compilers = ThreadPoolExecutor(TEXT_THREADS, thread_name_prefix="grammar")
 
     async def chat(
         self,
@@ -54,10 +60,11 @@ class TextService:
     ) -> ChatPrompt:
         """The prompt for a conversation, what its answer must look like, and how to read that.
 
-        Messages and tools have the shape of OpenAI's chat API. `tool_choice` is "auto", "none", "required"
-        or {"name": tool}; `output` is a `response_format`; `thinking` None leaves reasoning to the template,
-        else it says whether, or how much ("low", "medium", "high"). RequestError names the field at fault:
-        messages, tools, tool_choice or response_format.
+        Messages and tools have the shape of OpenAI's chat API. `tool_choice` is "auto", "none", "required",
+        {"name": tool}, or {"names": [...], "mode": "auto" or "required"}; `output` is as in
+        hetero.text.output; `thinking` None leaves reasoning to the template, else it says whether, or how
+        much ("low", "medium", "high"). RequestError names the field at fault: messages, tools, tool_choice
+        or what `output` calls itself.
         """
         template = self._template
         if template is None:
@@ -65,29 +72,30 @@ class TextService:
                 "this model has no chat template; start with --chat-template FILE, or use /v1/completions",
                 field="messages",
             )
-        grammar = await self.compile_grammar(output)
-        kwargs = dict(template_kwargs or {})
-        if thinking is not None:
-            kwargs.setdefault("enable_thinking", bool(thinking))
-            if isinstance(thinking, str):
-                kwargs.setdefault("reasoning_effort", thinking)
+        chosen, forced, several = choose(tools, tool_choice, parallel_tool_calls)
+        variables = {**_thinking(template.source, thinking), **(template_kwargs or {})}
+        given, told = messages, list(chosen) or None
+        if not takes_tools(template.source):
+            given, told = in_plain_messages(messages, chosen), None
 
-        def work() -> ChatPrompt:
+        def render() -> tuple[list[int], str]:
             segments = template.render(
-                messages, tools=list(tools) or None, continue_final_message=continue_final_message, **kwargs
+                given, tools=told, continue_final_message=continue_final_message, **variables
             )
             ids = self._tokenizer.encode_segments(segments, add_special=True)
-            tail = "".join(text for text, _ in segments)[-4 * TAIL_TOKENS :]
-            new_parser = functools.partial(
-                parser_for, template.source, tools, tool_choice, tail, parallel_tool_calls
-            )
-            marks = marks_of(template.source, bool(tools) and tool_choice != "none")
-            return ChatPrompt(ids, grammar, new_parser, self._shown(marks))
+            return ids, "".join(text for text, _ in segments)[-TAIL_CHARS:]
 
         try:
-            return await self._in_thread(work)
+            ids, tail = await self._in_thread(render)
         except TemplateError as error:
             raise RequestError(str(error), field="messages") from error
+        grammar = None
+        if forced or output is not None:
+            grammar = await self._compile(
+                output, tools=chosen, several=several, template=template.source, prompt_tail=tail
+            )
+        new_parser = functools.partial(parser_for, template.source, chosen, tail, parallel_tool_calls)
+        return ChatPrompt(ids, grammar, new_parser, self._shown(marks_of(template.source, bool(chosen))))
 
     def _shown(self, marks: Iterable[str]) -> dict[int, bytes]:
         """The control tokens among `marks`, with their text's bytes."""
@@ -101,14 +109,17 @@ class TextService:
         )
         return await self._in_thread(encode)
 
-    async def compile_grammar(self, response_format: Mapping[str, Any] | None) -> Grammar | None:
-        """None when any text will do. RequestError, field `response_format`, if it cannot be enforced."""
-        if response_format is None:
-            return None
+    async def compile_grammar(self, output: Mapping[str, Any] | None) -> Grammar | None:
+        """For an answer without a conversation; None when any text will do. RequestError names the field if
+        it cannot be enforced."""
+        return None if output is None else await self._compile(output)
+
+    async def _compile(self, output: Mapping[str, Any] | None, **kwargs: Any) -> Grammar | None:
+        work = functools.partial(self._grammars.compile, output, **kwargs)
         try:
-            return await self._in_thread(functools.partial(self._grammars.compile, dict(response_format)))
-        except ValueError as error:
-            raise RequestError(str(error), field="response_format") from error
+            return await asyncio.get_running_loop().run_in_executor(self._compilers, work)
+        except OutputError as error:
+            raise RequestError(str(error), field=error.field) from error
 
     def token_bytes(self, token_id: int) -> bytes:
         return self._tokenizer.token_bytes(token_id)
@@ -126,6 +137,19 @@ class TextService:
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)
+        self._compilers.shutdown(wait=False, cancel_futures=True)
 
     async def _in_thread(self, work: Callable[[], T]) -> T:
         return await asyncio.get_running_loop().run_in_executor(self._threads, work)
+
+
+def _thinking(template: str, thinking: bool | str | None) -> dict[str, Any]:
+    """The variables by which templates are told whether to reason, or how much."""
+    if thinking is None:
+        return {}
+    variables: dict[str, Any] = {"enable_thinking": bool(thinking), "thinking": bool(thinking)}
+    if isinstance(thinking, str):
+        variables["reasoning_effort"] = thinking
+    elif not thinking and family_of(template) is HARMONY:  # it cannot but reason
+        variables["reasoning_effort"] = "low"
+    return variables

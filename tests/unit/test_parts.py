@@ -229,7 +229,7 @@ def read(parser, pieces) -> tuple[str, str, list[tuple[str, object]]]:
 
 def new_parser(template: str, **kwargs):
     tail = {HARMONY: "<|start|>assistant"}.get(template, "<|im_start|>assistant\n")
-    return parser_for(template, TOOLS, "auto", tail, **kwargs)
+    return parser_for(template, TOOLS, tail, **kwargs)
 
 
 @pytest.mark.parametrize("name", ANSWERS)
