@@ -132,7 +132,7 @@ def test_grammar_rules_the_output() -> None:
     assert (bound.text, bound.reason) == ('{"a":1}', FinishReason.STOP)
     assert free.text == text_after("hello", 9)
     assert broken.reason is FinishReason.ERROR and broken.text == '{"a"'
-    assert broken.deltas[-1].error == "response_format: grammar bug"
+    assert broken.deltas[-1].error == "grammar bug"
 
 
 def test_a_row_that_cannot_be_sampled_fails_alone() -> None:

@@ -14,7 +14,7 @@ You can call functions. These are their signatures, one JSON object a line:
 <tools>
 {tools}
 </tools>
-To call one, answer with nothing but a JSON object of its name and arguments within <tool_call></tool_call> tags:
+To call one, answer with nothing but a JSON object of its name and arguments in <tool_call></tool_call> tags:
 <tool_call>
 {{"name": "the function's name", "arguments": {{"argument": "value"}}}}
 </tool_call>"""
@@ -38,14 +38,13 @@ def in_plain_messages(
             entry["content"] = "\n".join(filter(None, (_text(message), *map(_call, calls))))
         elif is_answer:
             entry = {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
-            if answers_before:
-                entry["content"] = f"{plain.pop()['content']}\n{entry['content']}"
+        if answers_before and entry.get("role") == "user":
+            entry["content"] = f"{plain.pop()['content']}\n{_text(entry)}"
         answers_before = is_answer
         plain.append(entry)
     if tools and plain:
-        told = INTRODUCTION.format(
-            tools="\n".join(json.dumps(t["function"], ensure_ascii=False) for t in tools)
-        )
+        lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
+        told = INTRODUCTION.format(tools="\n".join(lines))
         first = plain[0]
         is_system = first.get("role") in ("system", "developer")
         order = (_text(first), told) if is_system else (told, _text(first))
