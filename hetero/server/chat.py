@@ -12,6 +12,7 @@ from hetero.server.context import Context
 from hetero.server.conversation import Conversation, new_id, start
 from hetero.server.errors import bad_field
 from hetero.server.messages import read_messages
+from hetero.server.output import read_output
 from hetero.server.respond import Answer
 from hetero.server.validate import Fields
 from hetero.text.parts import Part, ReasoningPart, TextPart, ToolCallStart
@@ -57,7 +58,7 @@ def read(fields: Fields, context: Context) -> Conversation:
         messages,
         params,
         prefill=prefill,
-        output=openai.read_response_format(fields),
+        output=read_output(fields),
         thinking=read_effort(fields, "reasoning_effort"),
         template_kwargs=kwargs,
         n=n,

@@ -12,6 +12,7 @@ from hetero.server.collect import Collected, Piece
 from hetero.server.context import Context
 from hetero.server.conversation import new_id, submit
 from hetero.server.errors import ApiError, bad_field
+from hetero.server.output import read_output
 from hetero.server.respond import Answer
 from hetero.server.validate import Fields, as_integer, wrong_type
 
@@ -39,7 +40,7 @@ async def prepare(body: dict[str, Any], context: Context) -> Answer:
     if not (fields.has("max_tokens") or fields.has("max_completion_tokens")):
         limit = DEFAULT_MAX_TOKENS
     params = openai.sampling_params(fields, engine.info.n_vocab, max_tokens=limit, logprobs=logprobs)
-    grammar = await engine.text.compile_grammar(openai.read_response_format(fields))
+    grammar = await engine.text.compile_grammar(read_output(fields))
     prompts = [p if isinstance(p, list) else await engine.text.tokenize(p) for p in given]
     if not all(prompts):
         raise bad_field("prompt", "is empty: no tokens to start from")

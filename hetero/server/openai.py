@@ -18,8 +18,7 @@ MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
 # Fields of other servers that would change the answer and are not supported, with the value that asks for
 # nothing. Anything else that is unknown is ignored, as clients send fields of their own.
 UNSUPPORTED: dict[str, Any] = {
-    "grammar": "", "json_schema": {}, "guided_json": {}, "guided_regex": "", "guided_choice": [],
-    "guided_grammar": "", "structured_outputs": {}, "bad_words": [], "min_tokens": 0, "prompt_logprobs": None,
+    "bad_words": [], "min_tokens": 0, "prompt_logprobs": None,
     "allowed_token_ids": [], "use_beam_search": False, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0,
     "xtc_probability": 0, "dynatemp_range": 0, "lora": [], "chat_template": "",
 }  # fmt: skip
@@ -117,21 +116,6 @@ def stream_options(fields: Fields) -> tuple[bool, bool]:
     stream = fields.boolean("stream")
     options = Fields(fields.object("stream_options") or {}, "stream_options.")
     return stream, options.boolean("include_usage") and stream
-
-
-def read_response_format(fields: Fields) -> dict[str, Any] | None:
-    """The `response_format`, checked for its shape; whether it can be enforced is found out later."""
-    response_format = fields.object("response_format")
-    if response_format is None:
-        return None
-    kind = response_format.get("type")
-    if kind not in ("text", "json_object", "json_schema"):
-        raise bad_field("response_format", "type must be text, json_object or json_schema")
-    if kind == "json_schema":
-        inner = Fields(response_format, "response_format.").object("json_schema")
-        if inner is None or Fields(inner, "response_format.json_schema.").object("schema") is None:
-            raise bad_field("response_format", "json_schema needs an object `schema`")
-    return response_format
 
 
 def token_string(engine: AsyncEngine, token_id: int) -> tuple[str, list[int]]:
