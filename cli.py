@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hetero import __version__
+from hetero.commands.bench_cli import bench
 from hetero.commands.options import (
     ENGINE,
     SERVER,
@@ -373,6 +374,9 @@ def worker(cache_size: str, **given: Any) -> None:
     from hetero.commands import worker as command
 
     sys.exit(command.worker(command.Options(cache_size=size, **given)))
+
+
+main.add_command(bench)
 
 
 if __name__ == "__main__":

@@ -45,6 +45,7 @@ class Generation:
             draft_n_accepted=self.num_accepted,
         )
         if first_token is not None and self.first_step_time is not None and self.last_token_time is not None:
+            timings.queue_seconds = self.first_step_time - request.arrival_time
             timings.prompt_seconds = first_token - self.first_step_time
             timings.predicted_seconds = self.last_token_time - first_token
         return timings

@@ -91,10 +91,12 @@ class TokenLogprob:
 class Timings:
     """What one request cost, under llama-server's names: numbers of tokens, and seconds.
 
-    The prompt's time runs from the first step to the first token; the time of what was predicted from there
-    to the last token. `draft_n` tokens were guessed and computed, `draft_n_accepted` of them were right.
+    A request waits `queue_seconds` for its first step. The prompt's time runs from there to the first token,
+    the time of what was predicted from there to the last token. `draft_n` tokens were guessed and computed,
+    `draft_n_accepted` of them were right.
     """
 
+    queue_seconds: float = 0.0
     cache_n: int = 0
     prompt_n: int = 0  # tokens that were computed, not found
     prompt_seconds: float = 0.0

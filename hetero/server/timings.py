@@ -10,7 +10,7 @@ from hetero.request import Timings
 
 def timings_dict(timings: Timings) -> dict[str, Any]:
     """`timings` as llama-server writes them: numbers of tokens, milliseconds, tokens per second."""
-    shown: dict[str, Any] = {"cache_n": timings.cache_n}
+    shown: dict[str, Any] = {"queue_ms": 1e3 * timings.queue_seconds, "cache_n": timings.cache_n}
     for name, count, seconds in (
         ("prompt", timings.prompt_n, timings.prompt_seconds),
         ("predicted", timings.predicted_n, timings.predicted_seconds),
@@ -27,6 +27,7 @@ def timings_dict(timings: Timings) -> dict[str, Any]:
 def sum_of(choices: Sequence[Timings]) -> Timings:
     """Of several choices, computed at the same time: all their tokens, the longest of their times."""
     return Timings(
+        queue_seconds=max(t.queue_seconds for t in choices),
         cache_n=sum(t.cache_n for t in choices),
         prompt_n=sum(t.prompt_n for t in choices),
         prompt_seconds=max(t.prompt_seconds for t in choices),

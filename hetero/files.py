@@ -1,0 +1,22 @@
+"""Writing files so that there is never half of one."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import uuid
+from pathlib import Path
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Put `text` at `path` as UTF-8, all or nothing: written beside it, then renamed. Raises OSError."""
+    beside = path.with_name(f"{path.name}.{uuid.uuid4().hex}.part")
+    try:
+        with beside.open("w", encoding="utf-8", newline="\n") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        beside.replace(path)
+    finally:
+        with contextlib.suppress(OSError):
+            beside.unlink(missing_ok=True)
