@@ -42,6 +42,23 @@ class DeviceSpec:
     worker: str = ""  # HOST:PORT of the `hetero worker` that has the device
 
 
+class ModelSizes(Protocol):
+    """What the other end of a stage has to know of its model."""
+
+    @property
+    def n_layer(self) -> int: ...
+    @property
+    def n_embd(self) -> int: ...
+    @property
+    def n_vocab(self) -> int: ...
+    @property
+    def n_head_kv(self) -> int: ...
+    @property
+    def head_dim_k(self) -> int: ...
+    @property
+    def head_dim_v(self) -> int: ...
+
+
 class StageLost(RuntimeError):
     """The process or machine behind a stage is gone, and the KV contents with it. One line for the user."""
 

@@ -18,11 +18,10 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from backends.base import BLOCK_SIZE
+from backends.base import BLOCK_SIZE, ModelSizes
 from backends.kv_format import row_bytes
 
 if TYPE_CHECKING:
-    from backends.ggml.models.config import ModelConfig
     from backends.ggml.stage import StageSpec
 
 CHUNK_BYTES = 32 << 20  # of slots that become memory together
@@ -35,7 +34,7 @@ def anonymous(offset: int, nbytes: int) -> np.ndarray:
     return np.frombuffer(mmap.mmap(-1, nbytes), np.uint8)
 
 
-def slot_sizes(config: ModelConfig, spec: StageSpec) -> tuple[int, ...]:
+def slot_sizes(config: ModelSizes, spec: StageSpec) -> tuple[int, ...]:
     """Bytes of a slot of each KV group at this stage; 0 of a group that has no layer here."""
     token = row_bytes(spec.key_type, config.head_dim_k) + row_bytes(spec.value_type, config.head_dim_v)
     layers = [spec.group_of.get(layer) for layer in range(spec.first, spec.last)]

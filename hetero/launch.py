@@ -5,12 +5,14 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from backends.base import StageBackend, StageLost
 from backends.ggml.lib import GgmlError
-from backends.ggml.models.config import ModelError as ConfigError
+from backends.ggml.models import ModelError as ConfigError
+from backends.llama.config import LlamaConfig
 from hetero.plan.facts import count_parameters, quantization
 from hetero.plan.planner import BLOCK_SIZE, StagePlan
 from hetero.prepare import LaunchError, Prepared, prepare, require_fit
@@ -51,6 +53,7 @@ def load(
     from hetero.kv.host_tier import HostTier
     from hetero.kv.manager import KVManager
     from hetero.kv.open_disk import open_disk
+    from hetero.kv.uncached import UncachedKV
     from hetero.pipeline.draft import open_draft
     from hetero.pipeline.runner import Runner
     from hetero.sampling.sampler import Sampler
@@ -83,7 +86,9 @@ def load(
             speculation.draft_with(draft[0])
         show("ready", 1.0)
     host = HostTier(prepared.host.slots, prepared.host.block_bytes)
-    kv = KVManager(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host)
+    llama = prepared.llama
+    kind = KVManager if llama is None or llama.keeps_prefixes else UncachedKV
+    kv = kind(plan.groups, BLOCK_SIZE, _attended_in_place(prepared, runner.depth), host)
     if disk is not None:
         kv.below = open_disk(disk, kv, runner)
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
@@ -98,6 +103,8 @@ def load(
 def _speculation(prepared: Prepared, settings: Settings, tokenizer: Tokenizer) -> Speculation | None:
     from hetero.proposers import ProposersError, open_speculation
 
+    if prepared.llama is not None and not prepared.llama.keeps_prefixes:
+        return None  # a guess could not be taken back
     try:
         few = _attended_in_place(prepared, 1) > 0
         return open_speculation(settings, tokenizer, prepared.gguf, prepared.config.n_vocab, few)
@@ -120,6 +127,8 @@ def _disk_folder(prepared: Prepared, settings: Settings) -> DiskFolder | None:
 def _attended_in_place(prepared: Prepared, depth: int) -> int:
     from hetero.pipeline.opening import attended_in_place
 
+    if prepared.llama is not None:
+        return 0
     return attended_in_place([prepared.choices[stage.index] for stage in prepared.plan.stages], depth)
 
 
@@ -146,10 +155,11 @@ def open_observer(
     from backends.ggml.devices import open_device
     from hetero.pipeline.runner import Runner
 
+    assert prepared.native is not None, "the caller asked"
     with showing_compilation(progress) as show, _device_errors():
         (spec,) = _stage_specs(prepared, settings, 1)
         device, count = open_device(prepared.choice.spec), _counter(prepared, show)
-        stage = ObservingStage(prepared.gguf, prepared.config, device, spec, count)
+        stage = ObservingStage(prepared.gguf, prepared.native, device, spec, count)
     return Runner([stage]), stage
 
 
@@ -169,11 +179,17 @@ def _chat_template(settings: Settings, gguf: GGUFFile, tokenizer: Tokenizer) -> 
 
 
 def open_stages(prepared: Prepared, settings: Settings, progress: ProgressCallback) -> list[StageBackend]:
-    """The stages of the plan, weights and KV pools in place. Raises LaunchError, and leaves nothing open."""
+    """The stages of the plan, weights and KV pools in place. Raises LaunchError, and leaves nothing open.
+
+    With libllama it is one, whatever devices the plan has.
+    """
     from hetero.pipeline.opening import StageOpener
 
+    if prepared.llama is not None:
+        return [_open_llama(prepared, prepared.llama, settings, progress)]
+    assert prepared.native is not None
     share = settings.disk_cache is not None  # what goes to the disk has to be seen from here
-    opener = StageOpener(prepared.model.path, prepared.gguf, prepared.config, settings.isolate, share)
+    opener = StageOpener(prepared.model.path, prepared.gguf, prepared.native, settings.isolate, share)
     depth = settings.pipeline_depth or len(prepared.plan.stages)
     specs = _stage_specs(prepared, settings, depth)
     count = _counter(prepared, progress)
@@ -187,6 +203,19 @@ def open_stages(prepared: Prepared, settings: Settings, progress: ProgressCallba
             stage.close()
         raise
     return stages
+
+
+def _open_llama(
+    prepared: Prepared, config: LlamaConfig, settings: Settings, progress: ProgressCallback
+) -> StageBackend:
+    from hetero.pipeline.opening import open_llama
+    from hetero.plan.fallback import llama_spec
+
+    spec = replace(_stage_specs(prepared, settings, 1)[0], first=0, last=config.n_layer)
+    held = llama_spec(prepared.plan, config, prepared.choices, settings)
+    count = _counter(prepared, progress)
+    with _device_errors():
+        return open_llama(prepared.gguf, config, spec, held, settings.isolate, count)
 
 
 def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[StageSpec]:
@@ -249,6 +278,9 @@ def _placements(
 ) -> tuple[Placement, ...]:
     """Where the memory of the model's stages went, and of the draft model's."""
     planned = prepared.plan.stages
+    if prepared.llama is not None:  # what is on which of its devices, libllama does not tell
+        name = ", ".join(p.device for p in planned)
+        planned = (replace(planned[0], device=f"{name} (libllama)", layers=(0, prepared.llama.n_layer)),)
     placed = [_placement(plan.what, plan, stage) for plan, stage in zip(planned, stages, strict=True)]
     if draft is not None and prepared.draft is not None:
         name = prepared.draft.model.name

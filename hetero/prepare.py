@@ -14,11 +14,13 @@ from typing import TYPE_CHECKING
 
 from backends.base import DeviceInfo, StageBackend, StageLost
 from backends.ggml.lib import GgmlError
-from backends.ggml.models.config import ModelConfig, read_config
-from backends.ggml.models.config import ModelError as ConfigError
+from backends.ggml.models import FAMILIES, ModelConfig, read_config
+from backends.ggml.models import ModelError as ConfigError
+from backends.llama.config import LlamaConfig, read_llama_config
 from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
 from hetero.plan.draft import DraftPlan, main_memory_bytes, plan_with_draft
+from hetero.plan.fallback import arrange, no_host_memory, plan_fallback
 from hetero.plan.forecast import Forecast
 from hetero.plan.host import free_memory
 from hetero.plan.host_memory import HostPlan, explain_short, plan_host
@@ -44,7 +46,7 @@ class Prepared:
 
     model: ResolvedModel
     gguf: GGUFFile
-    config: ModelConfig
+    config: ModelConfig | LlamaConfig
     choices: tuple[devices.DeviceChoice, ...]
     facts: ModelFacts
     plan: Plan
@@ -55,6 +57,16 @@ class Prepared:
     @property
     def choice(self) -> devices.DeviceChoice:
         return self.choices[0]
+
+    @property
+    def native(self) -> ModelConfig | None:
+        """The model's configuration if graphs of ours compute it."""
+        return None if isinstance(self.config, LlamaConfig) else self.config
+
+    @property
+    def llama(self) -> LlamaConfig | None:
+        """The model's configuration if libllama computes it."""
+        return self.config if isinstance(self.config, LlamaConfig) else None
 
 
 def list_devices() -> list[DeviceInfo]:
@@ -76,18 +88,25 @@ def prepare(
     with _explained():
         model = resolve(settings.model)
         gguf = open_gguf(model.path)
-        config = read_config(gguf)
+        config = _read_config(gguf, settings)
         there = list_devices()
         choices = devices.choose(settings.device, settings.threads, there)
-        opener = _opener(model.path, gguf, config, settings)
+        if isinstance(config, LlamaConfig):
+            choices, settings = arrange(config, choices, settings)
 
         def plan_on(choices: Sequence[devices.DeviceChoice]) -> Planned:
+            if isinstance(config, LlamaConfig):
+                return plan_fallback(gguf, config, choices, settings)
+            opener = _opener(model.path, gguf, config, settings)
             return plan_model(gguf, config, choices, settings, opener, progress, measure)
 
         draft, choices, planned = plan_with_draft(settings, gguf, choices, there, plan_on)
     facts, plan = planned.facts, planned.plan
-    free = free_memory() - main_memory_bytes(draft)
-    host = plan_host(settings.ram_cache, facts, plan, choices, free, settings.disk_cache is not None)
+    if isinstance(config, LlamaConfig):
+        host = no_host_memory(plan)
+    else:
+        free = free_memory() - main_memory_bytes(draft)
+        host = plan_host(settings.ram_cache, facts, plan, choices, free, settings.disk_cache is not None)
     return Prepared(model, gguf, config, choices, facts, plan, planned.forecast, host, draft)
 
 
@@ -99,11 +118,20 @@ def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tupl
     with _explained():
         model = resolve(settings.model)
         gguf = open_gguf(model.path)
-        config = read_config(gguf)
+        config = _read_config(gguf, settings)
+        if isinstance(config, LlamaConfig):
+            raise PlanError(f"{model.path.name}: libllama computes it, and its layers cannot be timed")
         choices = devices.choose(every, settings.threads, list_devices())
         opener = _opener(model.path, gguf, config, settings)
         times = calibrate_model(gguf, config, choices, settings, opener, progress)
     return [(choice.label, t) for choice, t in zip(choices, times, strict=True)]
+
+
+def _read_config(gguf: GGUFFile, settings: Settings) -> ModelConfig | LlamaConfig:
+    """For a graph of ours where there is one for the family, else for libllama."""
+    if settings.engine == "llama" or gguf.architecture not in FAMILIES:
+        return read_llama_config(gguf)
+    return read_config(gguf)
 
 
 @contextmanager

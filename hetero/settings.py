@@ -15,6 +15,7 @@ from hetero.spec_setting import parse_spec
 
 LOG_LEVELS = ("debug", "info", "warning", "error")
 OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
+ENGINES = ("auto", "llama")
 ISOLATION = ("auto", "all", "off")
 SCOPES = ("shared", "key")
 MAX_STEP_DRAFTS = 64  # guessed tokens in a step; each wants a row of logits
@@ -77,6 +78,14 @@ class Settings:
         "those whose drivers do (auto), all, or none (off).",
         kind="choice",
         choices=ISOLATION,
+    )
+    engine: str = setting(
+        "auto",
+        "What computes the model: hetero's own graphs where they know its family, else libllama (auto), or "
+        "libllama in any case (llama). With libllama several requests at a time are slower, and there is "
+        "no RAM or disk cache.",
+        kind="choice",
+        choices=ENGINES,
     )
     threads: int = setting(0, "CPU threads that compute. 0: one per available core.", kind="int", high=4096)
     ctx: int = setting(

@@ -58,7 +58,9 @@ def collect(
 
     Raises LaunchError, ImatrixError.
     """
-    if prepared.config.n_expert:
+    if prepared.native is None:
+        raise ImatrixError(f"{prepared.model.path}: libllama computes it, and shows no inputs of weights")
+    if prepared.native.n_expert:
         raise ImatrixError(f"{prepared.model.path}: what enters experts cannot be collected")
     no_logits = np.empty(0, np.int64)
     with contextlib.ExitStack() as opened:

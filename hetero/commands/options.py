@@ -20,6 +20,7 @@ ENGINE = (
     "objective",
     "pipeline_depth",
     "isolate",
+    "engine",
     "ctx",
     "kv_memory",
     "kv_tokens",

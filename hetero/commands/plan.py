@@ -57,6 +57,7 @@ def as_table(prepared: Prepared, disk: FolderLimit | None = None) -> dict[str, A
         stage["total_bytes"] = planned.total_bytes
     return table | {
         "model": str(prepared.model.path),
+        "engine": "hetero" if prepared.llama is None else "libllama",
         "threads": prepared.choice.threads,
         "fits": made.fits,
         "total_bytes": made.total_bytes,
@@ -117,8 +118,9 @@ def _show_caches(prepared: Prepared, disk: FolderLimit | None) -> None:
     print(f"KV tokens  {made.kv_tokens}")
     kept = dict.fromkeys(str(stage.kv_types) for stage in made.stages)
     print(f"KV format  {' and '.join(kept)}")
-    in_others = ", ".join(f"{one.tokens} as {one.name}" for one in made.formats)
-    print(f"           tokens in the same memory: {in_others}")
+    if made.formats:
+        in_others = ", ".join(f"{one.tokens} as {one.name}" for one in made.formats)
+        print(f"           tokens in the same memory: {in_others}")
     size = f"{host.tokens} tokens in {format_size(host.nbytes)}" if host.nbytes else "none"
     print(f"RAM cache  {size} ({host.why})")
     if host.nbytes:

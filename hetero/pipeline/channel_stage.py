@@ -16,9 +16,8 @@ from typing import Any
 
 import numpy as np
 
-from backends.base import BatchLike, HostMemoryView, StageLost
+from backends.base import BatchLike, HostMemoryView, ModelSizes, StageLost
 from backends.ggml.devices import DeviceError
-from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageError, StageSpec
 from backends.host_memory import slot_sizes
 from hetero.pipeline import deadlines
@@ -60,7 +59,7 @@ class ChannelStage:
         channel: Channel,
         opening: dict[str, Any],
         spec: StageSpec,
-        config: ModelConfig,
+        config: ModelSizes,
         label: str,
         progress: Callable[[int], None] | None = None,
         opening_seconds: float = OPENING_SECONDS,

@@ -128,10 +128,15 @@ def open_from_file(header: dict[str, Any], report: Report, region: SharedRegion 
     from backends.ggml.devices import open_device
     from backends.ggml.models.config import read_config
     from backends.ggml.stage import GgmlStage
+    from backends.llama.spec import read_spec
     from quant.gguf import open_gguf
 
-    gguf = open_gguf(Path(header["model"]))
-    config, spec = read_config(gguf), read_stage(header)
+    gguf, spec = open_gguf(Path(header["model"])), read_stage(header)
+    if "llama" in header:
+        from backends.llama.stage import open_stage
+
+        return open_stage(gguf, spec, read_spec(header["llama"]), report)
+    config = read_config(gguf)
     host = None if region is None else HostMemory(spec.host_slots, slot_sizes(config, spec), region)
     return GgmlStage(gguf, config, open_device(read_device(header)), spec, report, host)
 

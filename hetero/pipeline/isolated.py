@@ -12,10 +12,10 @@ from collections.abc import Callable, Collection
 from pathlib import Path
 from typing import Any
 
-from backends.base import DeviceSpec, HostMemoryView
-from backends.ggml.models.config import ModelConfig
+from backends.base import DeviceSpec, HostMemoryView, ModelSizes
 from backends.ggml.stage import StageSpec
 from backends.host_memory import HostMemory, slot_sizes
+from backends.llama.spec import LlamaSpec
 from hetero.pipeline import child
 from hetero.pipeline.channel import ChannelClosed, Kind
 from hetero.pipeline.channel_stage import OPENING_SECONDS, ChannelStage
@@ -44,13 +44,13 @@ class IsolatedStage(ChannelStage):
 
     `shared_memory` False sends all arrays through the pipe, as happens where there is too little of it.
     `share_host` False leaves the host slots to the child alone, which then can have memory that its device
-    reaches by itself.
+    reaches by itself. With `llama` libllama computes all layers, and on its devices.
     """
 
     def __init__(
         self,
         model: Path,
-        config: ModelConfig,
+        config: ModelSizes,
         device: DeviceSpec,
         spec: StageSpec,
         label: str = "",
@@ -58,6 +58,7 @@ class IsolatedStage(ChannelStage):
         *,
         shared_memory: bool = True,
         share_host: bool = True,
+        llama: LlamaSpec | None = None,
     ):
         last = spec.last == config.n_layer
         rows, width = (spec.max_logits, config.n_vocab) if last else (spec.max_tokens, config.n_embd)
@@ -83,8 +84,8 @@ class IsolatedStage(ChannelStage):
         outgoing, incoming = self._rings or (None, None)
         channel = PipeChannel(connection, outgoing, incoming, result_bytes, self._process.kill)
         try:
-            opening = open_header(str(model), device, spec, config.n_embd)
-            network = bool(device.endpoint)
+            opening = open_header(str(model), device, spec, config.n_embd, llama)
+            network = any(d.endpoint for d in (device, *(llama.devices if llama else ())))
             patience = OPENING_RPC_SECONDS if network else OPENING_SECONDS
             name = label or device.name
             super().__init__(channel, opening, spec, config, name, progress, patience, network)
@@ -141,7 +142,7 @@ class IsolatedStage(ChannelStage):
         return "its process ended" if code is None or code == 0 else f"its process ended ({_exit_text(code)})"
 
 
-def _shared_host(config: ModelConfig, spec: StageSpec) -> tuple[HostMemory | None, SharedRegion | None]:
+def _shared_host(config: ModelSizes, spec: StageSpec) -> tuple[HostMemory | None, SharedRegion | None]:
     """The stage's host slots in memory that the child gets too; none where it cannot be had."""
     if not any(spec.host_slots):
         return None, None

@@ -1,6 +1,7 @@
 """What the messages of hetero.pipeline.channel say about stages and steps.
 
-OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "width": n_embd}
+OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "width": n_embd,
+           "llama": LlamaSpec, if libllama computes all layers: in a child process only}
 PROGRESS  {"bytes": loaded since the last one}
 OPENED    {"memory": {purpose: bytes}}
 STEP      {"step": id, "groups": G, "hidden": bool, "only_argmax": bool}; arrays as in step_arrays
@@ -25,6 +26,7 @@ import numpy as np
 from backends.base import BatchLike, DeviceSpec
 from backends.ggml.stage import StageSpec
 from backends.kv_format import KV_TYPES
+from backends.llama.spec import LlamaSpec
 from hetero.batch import BlockCopy, BlockMove
 from hetero.pipeline.channel import ALIGNMENT, Message, WireError
 from hetero.plan.planner import BLOCK_SIZE
@@ -52,11 +54,14 @@ class WireBatch:
     loads: Sequence[BlockMove] = ()
 
 
-def open_header(model: str, device: DeviceSpec, stage: StageSpec, width: int) -> dict[str, Any]:
-    """The header of OPEN. `width` is n_embd, the columns of hidden rows."""
+def open_header(
+    model: str, device: DeviceSpec, stage: StageSpec, width: int, llama: LlamaSpec | None = None
+) -> dict[str, Any]:
+    """The header of OPEN. `width` is n_embd, the columns of hidden rows. With `llama` libllama computes."""
     plain = asdict(stage)
     plain["group_of"] = sorted(stage.group_of.items())
-    return {"model": model, "device": asdict(device), "stage": plain, "width": width}
+    header = {"model": model, "device": asdict(device), "stage": plain, "width": width}
+    return header if llama is None else header | {"llama": asdict(llama)}
 
 
 def read_device(header: dict[str, Any]) -> DeviceSpec:

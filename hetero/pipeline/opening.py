@@ -7,10 +7,12 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import StageBackend
+from backends.base import DeviceSpec, StageBackend
 from backends.ggml.attention_layout import MAX_VIEWS
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import GgmlStage, StageSpec
+from backends.llama.config import LlamaConfig
+from backends.llama.spec import LlamaSpec
 from hetero.batch import Batch
 from hetero.kv.groups import KVGroup
 from hetero.kv_types import F16, KVTypes
@@ -20,6 +22,7 @@ from hetero.pipeline.supervise import Supervised
 from hetero.plan.devices import DeviceChoice
 from quant.gguf import GGUFFile
 
+LLAMA = "libllama"  # what its stage is called, whatever devices it has
 CHUNK = 16  # tokens of the first chunk that a new pipeline computes
 Progress = Callable[[int], None]
 
@@ -93,6 +96,28 @@ class StageOpener:
         return self._isolate == "auto" and not choice.own_kernels
 
 
+def open_llama(
+    gguf: GGUFFile, config: LlamaConfig, spec: StageSpec, llama: LlamaSpec, isolate: str, progress: Progress
+) -> StageBackend:
+    """All layers through libllama, which ends its process on most errors: in one of its own unless `isolate`
+    is "off". Comes back by itself. Raises DeviceError or StageLost."""
+    if isolate == "off":
+        from backends.llama.stage import open_stage
+
+        return open_stage(gguf, spec, llama, progress)
+    from hetero.pipeline.isolated import IsolatedStage
+
+    first = [progress]
+
+    def anew() -> ChannelStage:
+        tell = first.pop() if first else None
+        return IsolatedStage(
+            gguf.path, config, DeviceSpec(LLAMA), spec, progress=tell, share_host=False, llama=llama
+        )
+
+    return Supervised(anew, LLAMA)
+
+
 def stage_spec(
     groups: Sequence[KVGroup],
     layers: tuple[int, int],
@@ -150,4 +175,4 @@ def run_once(runner: Runner, num_groups: int) -> None:
             raise result.error
 
 
-__all__ = ["StageOpener", "attended_in_place", "run_once", "stage_spec"]
+__all__ = ["StageOpener", "attended_in_place", "open_llama", "run_once", "stage_spec"]

@@ -56,22 +56,13 @@ def plan_model(
     measured AGAIN: there is nothing to split. A plan that does not fit is returned, not raised.
     Raises PlanError, and whatever opening and running a stage raises.
     """
-    limits = Limits(
-        settings.ctx,
-        settings.kv_memory,
-        settings.kv_tokens,
-        settings.max_num_seqs,
-        settings.max_num_batched_tokens,
-        settings.pipeline_depth,
-        settings.objective == "capacity",
-        settings.draft_rows,
-    )
+    limits = limits_of(settings)
     _check_kv_types(settings, config)
     facts = model_facts(gguf, config, limits, settings.kv_type)
-    _check_counts(settings, choices, facts.n_layer)
+    check_counts(settings, choices, facts.n_layer)
     subject = _subject(gguf, config, settings, open_stage)
     times = _times(subject, facts, choices, progress, measure)
-    labels = _labels(choices)
+    labels = labels_of(choices)
     places = [place_of(choice, label) for choice, label in zip(choices, labels, strict=True)]
     if times is None:
         made = Planned(make_plan(facts, places, [(0, 0, facts.n_layer)], limits), facts, None)
@@ -84,6 +75,20 @@ def plan_model(
         for name, types in _formats(config)
     )
     return replace(made, plan=replace(made.plan, formats=formats))
+
+
+def limits_of(settings: Settings) -> Limits:
+    """What the settings say about sizes."""
+    return Limits(
+        settings.ctx,
+        settings.kv_memory,
+        settings.kv_tokens,
+        settings.max_num_seqs,
+        settings.max_num_batched_tokens,
+        settings.pipeline_depth,
+        settings.objective == "capacity",
+        settings.draft_rows,
+    )
 
 
 def calibrate_model(
@@ -138,8 +143,9 @@ def _split(problem: SplitProblem, counts: Sequence[int], labels: Sequence[str]) 
     return Planned(replace(plan, stages=stages, notes=notes), problem.facts, view)
 
 
-def _check_counts(settings: Settings, choices: Sequence[DeviceChoice], n_layer: int) -> None:
-    counts, labels = settings.split, ", ".join(_labels(choices))
+def check_counts(settings: Settings, choices: Sequence[DeviceChoice], n_layer: int) -> None:
+    """Raise PlanError unless the layers of --split, or some of all, are there for each device."""
+    counts, labels = settings.split, ", ".join(labels_of(choices))
     shown = ",".join(map(str, counts))
     if counts and len(counts) != len(choices):
         raise PlanError(f"--split {shown}: {len(counts)} numbers for {len(choices)} devices ({labels})")
@@ -169,7 +175,7 @@ def _times(
     return tuple(estimate(facts, classes, choice, 4 * subject.config.n_embd) for choice in choices)
 
 
-def _labels(choices: Sequence[DeviceChoice]) -> list[str]:
+def labels_of(choices: Sequence[DeviceChoice]) -> list[str]:
     """What the user calls each device; numbered where he calls several the same."""
     names = [choice.label for choice in choices]
     return [
@@ -192,4 +198,16 @@ def place_of(choice: DeviceChoice, label: str) -> Place:
     )
 
 
-__all__ = ["AGAIN", "GUESSED", "MISSING", "PlanError", "Planned", "calibrate_model", "place_of", "plan_model"]
+__all__ = [
+    "AGAIN",
+    "GUESSED",
+    "MISSING",
+    "PlanError",
+    "Planned",
+    "calibrate_model",
+    "check_counts",
+    "labels_of",
+    "limits_of",
+    "place_of",
+    "plan_model",
+]

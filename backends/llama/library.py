@@ -1,0 +1,59 @@
+"""libllama as llama-cpp-python binds it, over the same ggml that everything else uses."""
+
+from __future__ import annotations
+
+import ctypes
+import re
+from collections import Counter, deque
+from types import ModuleType
+from typing import Any
+
+from backends.ggml.lib import ggml
+
+LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
+MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
+_BUFFER = re.compile(r"(model|KV|RS|compute|output) buffer size\s*=\s*([0-9.]+) MiB")
+_PREFIX = re.compile(r"^\w+: ")
+
+
+def libllama() -> ModuleType:
+    """The binding. ggml is loaded first, so that libllama finds its libraries, and devices, loaded."""
+    ggml()
+    import llama_cpp.llama_cpp as llama
+
+    return llama
+
+
+class Log:
+    """What libllama and ggml say while it is installed: their errors, and the buffers that they make.
+
+    There is one log in a process; the last one that was made gets it.
+    """
+
+    def __init__(self) -> None:
+        self.errors: deque[str] = deque(maxlen=16)
+        self.buffers: Counter[str] = Counter()  # bytes by kind: model, KV, RS, compute, output
+        llama = libllama()
+
+        def write(level: int, text: bytes, data: Any) -> None:
+            line = text.decode("utf-8", "replace").strip()
+            if level == LOG_ERROR and line:
+                self.errors.append(_PREFIX.sub("", line))
+            elif (found := _BUFFER.search(line)) is not None:
+                self.buffers[found[1]] += int(float(found[2]) * (1 << 20))
+
+        self._callback = llama.llama_log_callback(write)  # must outlive every call of the library
+        _installed.append(self._callback)
+        llama.llama_log_set(self._callback, ctypes.c_void_p(0))
+
+    def reason(self, otherwise: str) -> str:
+        """The first error since the last call, which is the cause of the others."""
+        found = next(iter(self.errors), otherwise)
+        self.errors.clear()
+        return found
+
+
+_installed: list[Any] = []
+
+
+__all__ = ["MAX_SEQUENCES", "Log", "libllama"]
