@@ -1,11 +1,14 @@
 """The HTTP application: routes, what wraps them, and how it is run and stopped.
 
-GET, HEAD  /health                200 while generation can progress, else 503 with the reason
-           /metrics               Prometheus
-           /v1/models             the one model; also under `models`, as llama-server has it
-           /v1/models/{id}
-POST       /v1/chat/completions   any model name is accepted and answered by the one model
-           /v1/completions
+GET, HEAD  /health                   200 while generation can progress, else 503 with the reason
+           /metrics                  Prometheus
+           /v1/models, /v1/models/{id}
+POST       /v1/chat/completions, /v1/completions
+           /v1/responses             and GET, DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items
+           /v1/messages, /v1/messages/count_tokens
+           /api/chat, /api/generate, /api/show; GET /api/version, /api/tags, /api/ps
+
+Any model name is accepted where something is generated, and answered by the one model.
 """
 
 from __future__ import annotations
@@ -13,18 +16,23 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Awaitable, Callable
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hetero.server import chat, completions
-from hetero.server.body import read_json
-from hetero.server.context import Context, Prepare
-from hetero.server.errors import ApiError, as_api_error, json_response
+from hetero.server import chat, completions, models
+from hetero.server.anthropic import route as anthropic
+from hetero.server.context import Compute, Context, Handler, Prepare
+from hetero.server.dialects import error_response
+from hetero.server.errors import as_api_error, json_response
 from hetero.server.generate import Active
+from hetero.server.handlers import computing, generating, telling
 from hetero.server.metrics import Metrics
+from hetero.server.ollama import models as ollama_models
+from hetero.server.ollama import route as ollama
 from hetero.server.protocol import Runner
+from hetero.server.responses.route import Responses
 from hetero.server.security import Gate, is_preflight
 from hetero.server.settings import ServerSettings
 
@@ -36,7 +44,22 @@ __all__ = ["ServerSettings", "create_app", "serve"]
 log = logging.getLogger(__name__)
 ABORT_SECONDS = 5.0  # for the error events, once a drain has run out of time
 
-Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+GENERATING: dict[str, Prepare] = {
+    "/v1/chat/completions": chat.prepare,
+    "/v1/completions": completions.prepare,
+    "/v1/messages": anthropic.prepare,
+    "/api/chat": ollama.chat,
+    "/api/generate": ollama.generate,
+}
+COMPUTING: dict[str, Compute] = {
+    "/v1/messages/count_tokens": anthropic.count,
+    "/api/show": ollama_models.show,
+}
+TELLING: dict[str, Callable[[Context], dict[str, Any]]] = {
+    "/api/version": ollama_models.version,
+    "/api/tags": ollama_models.tags,
+    "/api/ps": ollama_models.ps,
+}
 ACTIVE = web.AppKey("active", Active)
 
 
@@ -56,30 +79,23 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
             return json_response({"status": "ok"})
         return json_response({"status": "unavailable", "reason": reason}, status=503)
 
-    async def models(request: web.Request) -> web.Response:
-        return json_response(_model_list(engine))
-
-    async def model(request: web.Request) -> web.Response:
-        if request.match_info["id"] != engine.info.name:
-            raise ApiError(404, "no model of this name is served here", param="model", code="model_not_found")
-        return json_response(_model_list(engine)["data"][0])
-
-    def generating(prepare: Prepare) -> Handler:
-        async def handler(request: web.Request) -> web.StreamResponse:
-            context.check_alive()
-            with active.request():
-                answer = await prepare(await read_json(request, settings), context)
-                return await answer.respond(request, settings)
-
-        return handler
+    async def one_model(request: web.Request) -> web.StreamResponse:
+        return await models.one_model(request, context)
 
     app.on_response_prepare.append(add_cors)
     app.router.add_get("/health", health)
     app.router.add_get("/metrics", metrics.handle)
-    app.router.add_get("/v1/models", models)
-    app.router.add_get("/v1/models/{id:.+}", model)
-    app.router.add_post("/v1/chat/completions", generating(chat.prepare))
-    app.router.add_post("/v1/completions", generating(completions.prepare))
+    app.router.add_get("/v1/models", telling(models.model_list, context))
+    app.router.add_get("/v1/models/{id:.+}", one_model)
+    responses = Responses(context)
+    for path, prepare in {**GENERATING, "/v1/responses": responses.prepare}.items():
+        app.router.add_post(path, generating(prepare, context))
+    for path, compute in COMPUTING.items():
+        app.router.add_post(path, computing(compute, context))
+    for path, tell in TELLING.items():
+        app.router.add_get(path, telling(tell, context))
+    for method, path, handler in responses.routes():
+        app.router.add_route(method, path, handler)
     return app
 
 
@@ -95,29 +111,12 @@ def _wrapper(gate: Gate, metrics: Metrics) -> Any:
             gate.check_key(request)
             response = await handler(request)
         except Exception as error:
-            response = as_api_error(error).response()
+            response = error_response(as_api_error(error), request.path)
         resource = request.match_info.route.resource
         metrics.count(resource.canonical if resource else "other", response.status)
         return response
 
     return wrap
-
-
-def _model_list(engine: AsyncEngine) -> dict[str, Any]:
-    info = engine.info
-    meta = {
-        "n_ctx": info.n_ctx, "n_vocab": info.n_vocab, "n_params": info.n_params, "size": info.size_bytes,
-    }  # fmt: skip
-    entry = {
-        "id": info.name, "object": "model", "created": info.created, "owned_by": "hetero", "meta": meta,
-    }  # fmt: skip
-    details = {
-        "format": "gguf", "family": info.architecture, "families": [info.architecture],
-        "quantization_level": info.quantization,
-    }  # fmt: skip
-    capabilities = ["completion"]
-    also = {"name": info.name, "model": info.name, "capabilities": capabilities, "details": details}
-    return {"object": "list", "data": [entry], "models": [also]}
 
 
 async def serve(

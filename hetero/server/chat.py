@@ -14,6 +14,7 @@ from hetero.server.errors import bad_field
 from hetero.server.messages import read_messages
 from hetero.server.output import read_output
 from hetero.server.respond import Answer
+from hetero.server.tools import read_tool_choice, read_tools
 from hetero.server.validate import Fields
 from hetero.text.parts import Part, ReasoningPart, TextPart, ToolCallStart
 
@@ -54,10 +55,14 @@ def read(fields: Fields, context: Context) -> Conversation:
     kwargs = fields.object("chat_template_kwargs") or {}
     if taken := RESERVED_KWARGS & kwargs.keys():
         raise bad_field("chat_template_kwargs", f"{min(taken)} cannot be set here")
+    tools = read_tools(fields)
     return Conversation(
         messages,
         params,
         prefill=prefill,
+        tools=tools,
+        tool_choice=read_tool_choice(fields, tools),
+        parallel_tool_calls=fields.boolean("parallel_tool_calls", True),
         output=read_output(fields),
         thinking=read_effort(fields, "reasoning_effort"),
         template_kwargs=kwargs,
@@ -76,9 +81,6 @@ def read_effort(fields: Fields, name: str) -> bool | str | None:
 
 
 def _refuse(fields: Fields) -> None:
-    tools = fields.array("tools")
-    if tools and fields.body.get("tool_choice") != "none":
-        raise bad_field("tools", "tool calls are not supported by this server", code="unsupported_parameter")
     for modality in fields.array("modalities") or ():
         if modality != "text":
             raise bad_field("modalities", "only text is supported", code="unsupported_parameter")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
+from typing import Literal, NamedTuple
 
 from hetero.request import OutputDelta, TokenLogprob
 from hetero.text.parts import Part, ReasoningPart, TextPart, ToolCallArguments, ToolCallStart
@@ -44,6 +45,15 @@ class Reasoning:
 Block = Text | Reasoning | Call
 
 
+class Change(NamedTuple):
+    """What a piece does to block `position`: it opens it, adds `text`, or closes it, and then it is whole."""
+
+    kind: Literal["open", "more", "close"]
+    position: int
+    block: Block
+    text: str = ""
+
+
 @dataclass(slots=True)
 class Collected:
     """One choice: its blocks in order, neighbours of a kind joined, and all its tokens."""
@@ -55,35 +65,42 @@ class Collected:
     stop_string: str | None = None
     _pieces: list[str] = field(default_factory=list)  # of the last block, joined when it ends
 
-    def add(self, piece: Piece) -> None:
+    def add(self, piece: Piece) -> list[Change]:
+        """Take in a piece; what that does to the blocks, in order."""
+        changes: list[Change] = []
         for part in piece.parts:
-            self._add(part)
+            self._add(part, changes)
         self.token_ids += piece.delta.token_ids
         self.logprobs += piece.delta.logprobs
         if piece.finish is not None:
-            self._close()
             self.finish = piece.finish
             self.stop_string = piece.delta.stop_string
+            self._close(changes)
+        return changes
 
-    def _add(self, part: Part) -> None:
+    def _add(self, part: Part, changes: list[Change]) -> None:
         last = self.blocks[-1] if self.blocks else None
         if isinstance(part, ToolCallStart):
-            self._open(Call(part.index, part.id, part.name))
+            self._open(Call(part.index, part.id, part.name), changes)
             return
         if isinstance(part, TextPart) and not isinstance(last, Text):
-            self._open(Text())
+            last = self._open(Text(), changes)
         elif isinstance(part, ReasoningPart) and not isinstance(last, Reasoning):
-            self._open(Reasoning())
+            last = self._open(Reasoning(), changes)
         elif isinstance(part, ToolCallArguments):
             assert isinstance(last, Call) and last.index == part.index
+        assert last is not None
         self._pieces.append(part.text)
+        changes.append(Change("more", len(self.blocks) - 1, last, part.text))
 
-    def _open(self, block: Block) -> None:
-        self._close()
+    def _open(self, block: Block, changes: list[Change]) -> Block:
+        self._close(changes)
         self.blocks.append(block)
+        changes.append(Change("open", len(self.blocks) - 1, block))
+        return block
 
-    def _close(self) -> None:
-        if not self._pieces:
+    def _close(self, changes: list[Change]) -> None:
+        if not self.blocks:
             return
         last, text = self.blocks[-1], "".join(self._pieces)
         if isinstance(last, Call):
@@ -91,6 +108,7 @@ class Collected:
         else:
             last.text = text
         self._pieces.clear()
+        changes.append(Change("close", len(self.blocks) - 1, last))
 
     @property
     def text(self) -> str:

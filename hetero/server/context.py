@@ -6,6 +6,8 @@ from collections.abc import Awaitable, Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+from aiohttp import web
+
 from hetero.server.errors import ApiError
 from hetero.server.generate import Active
 from hetero.server.respond import Answer
@@ -31,5 +33,7 @@ class Context:
             raise ApiError(503, reason, code="device_unavailable" if lost else "unavailable")
 
 
-# Validates a body and starts its generation; raises ApiError, ParamError or RequestError.
-Prepare = Callable[[dict[str, Any], Context], Awaitable[Answer]]
+Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
+# Both raise ApiError or RequestError. The first starts a generation, or knows the answer without one.
+Prepare = Callable[[dict[str, Any], Context], Awaitable[Answer | dict[str, Any]]]
+Compute = Callable[[dict[str, Any], Context], Awaitable[dict[str, Any]]]

@@ -63,7 +63,7 @@ async def start(conversation: Conversation, context: Context, request_id: str) -
             chat=prompt,
         )
     except RequestError as error:
-        raise RequestError(error.message, _renamed(conversation, error.field), error.code) from error
+        raise _renamed(error, conversation.names) from error
 
 
 async def make_prompt(conversation: Conversation, context: Context) -> ChatPrompt:
@@ -88,11 +88,18 @@ async def count_tokens(conversation: Conversation, context: Context) -> int:
     try:
         return len((await make_prompt(conversation, context)).token_ids)
     except RequestError as error:
-        raise RequestError(error.message, _renamed(conversation, error.field), error.code) from error
+        raise _renamed(error, conversation.names) from error
 
 
-def _renamed(conversation: Conversation, name: str | None) -> str | None:
-    return None if name is None else conversation.names.get(name, name)
+def _renamed(error: RequestError, names: Mapping[str, str]) -> RequestError:
+    """The error with the dialect's own name for the field, also where its message begins with it."""
+    field = error.field
+    if field is None or field not in names:
+        return error
+    message = error.message
+    if message.startswith(f"{field}: "):
+        message = names[field] + message.removeprefix(field)
+    return RequestError(message, names[field], error.code)
 
 
 def submit(

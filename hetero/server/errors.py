@@ -65,8 +65,9 @@ class ApiError(Exception):
             "error": {"message": self.message, "type": kind, "param": self.param, "code": self.code},
         }
 
-    def response(self) -> web.Response:
-        response = json_response(self.body, status=self.status, headers=self.headers)
+    def response(self, body: dict[str, Any] | None = None) -> web.Response:
+        """`body` in place of OpenAI's, for another dialect."""
+        response = json_response(body or self.body, status=self.status, headers=self.headers)
         if self.close:
             response.force_close()
         return response

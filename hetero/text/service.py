@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 from hetero.request import RequestError
 from hetero.text.grammar import Grammar, GrammarCompiler
 from hetero.text.output import OutputError
-from hetero.text.parts import PartsParser, marks_of, parser_for
+from hetero.text.parts import PartsParser, capabilities, marks_of, parser_for
 from hetero.text.template import ChatTemplate, TemplateError
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.choice import choose
@@ -134,6 +134,11 @@ class TextService:
     def template_source(self) -> str:
         """The chat template, "" where there is none."""
         return "" if self._template is None else self._template.source
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        """What the model can do, in Ollama's words: "completion", "tools", "thinking"."""
+        return capabilities(None if self._template is None else self._template.source)
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

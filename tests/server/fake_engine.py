@@ -9,13 +9,14 @@ from __future__ import annotations
 import asyncio
 import codecs
 import contextlib
+import functools
 from types import SimpleNamespace
 from typing import Any
 
 from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
 from hetero.stats import DiskStats
-from hetero.text.parts import PlainParser
+from hetero.text.parts import capabilities, parser_for
 from hetero.text.service import ChatPrompt
 
 BOS, IM_START, IM_END = 256, 257, 258
@@ -109,6 +110,8 @@ class FakeStream:
 class FakeEngine:
     def __init__(self, script: str = "Hello, wörld 😸!") -> None:
         self.script = script
+        self.template_source = "{{ messages }}"  # says which family's tool calls the script may hold
+        self.asked: dict[str, Any] = {}  # with the last chat
         self.prefill_seconds = 0.0
         self.token_seconds = 0.0
         self.fail_after = -1
@@ -154,7 +157,14 @@ class FakeEngine:
                 raise RequestError("roles must alternate", "messages")
             ids += [IM_START, *f"{message['role']}\n{content}".encode(), IM_END]
         ids = ids[:-1] if continue_final_message else [*ids, IM_START, *b"assistant\n"]
-        return ChatPrompt(ids, grammar, PlainParser, {})
+        self.asked = {"tools": tools, "tool_choice": tool_choice, "output": output, "thinking": thinking}
+        chosen = [] if tool_choice == "none" else tools
+        parser = functools.partial(parser_for, self.template_source, chosen, "", parallel_tool_calls)
+        return ChatPrompt(ids, grammar, parser, {})
+
+    @property
+    def capabilities(self) -> tuple[str, ...]:
+        return capabilities(self.template_source if self.info.has_chat_template else None)
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special) + list(text.encode())
@@ -173,7 +183,8 @@ class FakeEngine:
             return None
         schema = response_format.get("json_schema", {}).get("schema", {})
         if "not" in schema:
-            raise RequestError("response_format: cannot compile 'not'", "response_format")
+            field = response_format["field"]
+            raise RequestError(f"{field}: cannot compile 'not'", field)
         return FakeGrammar('"a😸b中"')
 
     def submit(

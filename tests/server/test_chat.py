@@ -22,6 +22,7 @@ from .fake_engine import FakeEngine
 
 TEXT = "Hello, wörld 😸!"
 USER = {"role": "user", "content": "hi"}
+TOOL = {"type": "function", "function": {"name": "f"}}
 
 
 async def test_answer_in_one_piece(client: Client, engine: FakeEngine) -> None:
@@ -141,7 +142,16 @@ async def test_logprobs_without_alternatives(client: Client) -> None:
             {"response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
             "response_format",
         ),
-        ({"tools": [{"type": "function", "function": {"name": "f"}}]}, "tools"),
+        ({"tools": [{"type": "web_search"}]}, "tools[0].type"),
+        ({"tools": [TOOL, 3]}, "tools[1]"),
+        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name"),
+        ({"tools": [{"type": "function", "function": 3}]}, "tools[0].function"),
+        ({"tools": [{"function": {"name": "f", "parameters": []}}]}, "tools[0].function.parameters"),
+        ({"tools": [TOOL], "tool_choice": "always"}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "function", "function": {"name": "g"}}}, "tool_choice"),
+        ({"tools": [TOOL], "tool_choice": {"type": "web_search"}}, "tool_choice"),
+        ({"tools": [TOOL], "parallel_tool_calls": "yes"}, "parallel_tool_calls"),
+        ({"reasoning_effort": "extreme"}, "reasoning_effort"),
         ({"tools": {}}, "tools"),
         ({"functions": [{"name": "f"}]}, "functions"),
         ({"modalities": ["text", "audio"]}, "modalities"),
@@ -203,7 +213,9 @@ async def test_a_field_that_cannot_be_honoured_is_named(
         {"tools": []},
         {"tools": [], "tool_choice": "auto"},
         {"tool_choice": "required"},
-        {"tools": [{"type": "function", "function": {"name": "f"}}], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": "none"},
+        {"tools": [TOOL], "tool_choice": None, "parallel_tool_calls": None, "reasoning_effort": None},
+        {"tools": [{"type": "function", "function": {"name": "f", "parameters": {}}}]},
         {"functions": [], "audio": None, "modalities": ["text"], "guided_json": None, "grammar": ""},
         {"some_future_field": {"x": 1}, "reasoning_effort": "low", "parallel_tool_calls": True},
         {"temperature": None, "logit_bias": None, "logprobs": None, "n": None, "stream": None, "tools": None},

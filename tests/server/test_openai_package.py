@@ -2,38 +2,51 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
+import json
 from collections.abc import Iterator
+from typing import Any
 
 import openai
 import pytest
 
-from .client import running
+from .background import CLOCK, KEY, THINKING, WEATHER, in_background
 from .fake_engine import FakeEngine
 
 TEXT = "Hello, wörld 😸!"
 
 
 @pytest.fixture(scope="module")
-def api() -> Iterator[openai.OpenAI]:
-    ready, box = threading.Event(), {}
+def engine() -> FakeEngine:
+    return FakeEngine()
 
-    async def main() -> None:
-        box["loop"], box["done"] = asyncio.get_running_loop(), asyncio.Event()
-        async with running(FakeEngine(), api_keys=("sk-test",)) as client:
-            box["base"] = client.base
-            ready.set()
-            await box["done"].wait()
 
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    assert ready.wait(10)
-    with openai.OpenAI(base_url=box["base"] + "/v1", api_key="sk-test", max_retries=0) as api:
+@pytest.fixture(scope="module")
+def api(engine: FakeEngine) -> Iterator[openai.OpenAI]:
+    with (
+        in_background(engine) as base,
+        openai.OpenAI(base_url=base + "/v1", api_key=KEY, max_retries=0) as api,
+    ):
         yield api
-    box["loop"].call_soon_threadsafe(box["done"].set)
-    thread.join(10)
-    assert not thread.is_alive()
+
+
+@pytest.fixture
+def thinking(engine: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> FakeEngine:
+    """The engine as a model that reasons, speaks and calls two tools."""
+    monkeypatch.setattr(engine, "template_source", THINKING)
+    monkeypatch.setattr(engine, "script", f"<think>Hm, weather.</think>Let me see.{WEATHER}{CLOCK}")
+    return engine
+
+
+TOOLS: Any = [
+    {
+        "type": "function",
+        "function": {
+            "name": name,
+            "parameters": {"type": "object", "properties": {parameter: {"type": "string"}}},
+        },
+    }
+    for name, parameter in (("get_weather", "city"), ("get_time", "zone"))
+]
 
 
 def test_chat_stream(api: openai.OpenAI) -> None:
@@ -82,3 +95,55 @@ def test_errors_are_the_packages_own(api: openai.OpenAI) -> None:
         api.models.retrieve("other")
     with pytest.raises(openai.AuthenticationError):
         api.with_options(api_key="wrong").models.list()
+
+
+def test_tools_in_a_stream(api: openai.OpenAI, thinking: FakeEngine) -> None:
+    """Names first, indexes 0 and 1, arguments in pieces, `tool_calls` at the end."""
+    calls: dict[int, list[str]] = {}
+    text, reasoning, finish = "", "", None
+    for chunk in api.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "weather?"}], tools=TOOLS, stream=True
+    ):
+        (choice,) = chunk.choices
+        text += choice.delta.content or ""
+        reasoning += getattr(choice.delta, "reasoning_content", None) or ""
+        finish = choice.finish_reason or finish
+        for call in choice.delta.tool_calls or ():
+            assert call.function is not None
+            if call.index not in calls:
+                assert call.id and call.type == "function" and call.function.arguments == ""
+                calls[call.index] = [call.function.name or "", ""]
+            else:
+                assert call.id is None and call.function.name is None
+                calls[call.index][1] += call.function.arguments or ""
+    assert (text, reasoning, finish) == ("Let me see.", "Hm, weather.", "tool_calls")
+    assert [name for name, _ in calls.values()] == ["get_weather", "get_time"] and list(calls) == [0, 1]
+    assert [json.loads(arguments) for _, arguments in calls.values()] == [
+        {"city": "Paris"},
+        {"zone": "CET", "exact": True},
+    ]
+
+
+def test_a_round_trip_with_tools(api: openai.OpenAI, thinking: FakeEngine) -> None:
+    messages: Any = [{"role": "user", "content": "weather?"}]
+    choice: Any = {"type": "function", "function": {"name": "get_weather"}}
+    answer = api.chat.completions.create(model="m", messages=messages, tools=TOOLS, tool_choice=choice)
+    assert thinking.asked["tool_choice"] == {"name": "get_weather"}
+    message = answer.choices[0].message
+    assert answer.choices[0].finish_reason == "tool_calls" and message.content == "Let me see."
+    calls: Any = message.tool_calls
+    assert len({call.id for call in calls}) == 2
+    messages += [message, *({"role": "tool", "tool_call_id": c.id, "content": "18 C"} for c in calls)]
+    api.chat.completions.create(model="m", messages=messages, tools=TOOLS)
+    roles = [m["role"] for m in thinking.rendered[-1][0]]
+    assert roles == ["user", "assistant", "tool", "tool"]
+
+
+def test_an_answer_that_is_cut_in_a_call(api: openai.OpenAI, thinking: FakeEngine) -> None:
+    length = len("<think>Hm, weather.</think>Let me see." + WEATHER) - 20
+    answer = api.chat.completions.create(
+        model="m", messages=[{"role": "user", "content": "weather?"}], tools=TOOLS, max_tokens=length
+    )
+    assert answer.choices[0].finish_reason == "length"
+    (call,) = answer.choices[0].message.tool_calls or ()
+    assert call.type == "function" and '{"city": "Paris"}'.startswith(call.function.arguments)

@@ -16,6 +16,7 @@ from fake_runner import N_VOCAB, ByteTokenizer, FakeRunner, make_engine, text_af
 from hetero.async_engine import FAILED_STEPS, STUCK_SECONDS, AsyncEngine, ModelInfo, RequestStream
 from hetero.request import CLIENT, FinishReason, OutputDelta, RequestError
 from hetero.sampling.params import SamplingParams
+from hetero.text.output import OutputError
 from hetero.text.template import TemplateError
 
 INFO = ModelInfo("fake", "llama", 512, N_VOCAB, 1024, 1, 1, "F32", 0, True)
@@ -33,7 +34,7 @@ class Template:
 class Compiler:
     def compile(self, response_format: dict[str, Any]) -> None:
         if response_format["type"] != "text":
-            raise ValueError("response_format: cannot")
+            raise OutputError("cannot")
 
 
 @asynccontextmanager

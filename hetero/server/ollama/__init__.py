@@ -1,0 +1,1 @@
+"""/api/*: Ollama's API, for the one model that is served."""

@@ -1,0 +1,57 @@
+"""/api/chat and /api/generate."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from hetero.server.context import Context
+from hetero.server.conversation import new_id, start, submit
+from hetero.server.errors import bad_field
+from hetero.server.ollama.read import read_chat, read_generate, read_params, refuse_generate
+from hetero.server.ollama.writer import OllamaWriter, loaded
+from hetero.server.output import json_output
+from hetero.server.respond import Answer
+from hetero.server.validate import Fields
+
+
+async def chat(body: dict[str, Any], context: Context) -> Answer | dict[str, Any]:
+    """Validate and start, or say that the model is loaded. Raises ApiError or RequestError."""
+    fields = _begin(body)
+    if not fields.array("messages"):
+        return loaded(context.engine.info.name, chat=True)
+    stream = fields.boolean("stream", True)
+    conversation = read_chat(fields, context)
+    generation = await start(conversation, context, new_id("ollama-"))
+    writer = OllamaWriter(context.engine, True, conversation.params.logprobs is not None)
+    return Answer(generation, writer, stream)
+
+
+async def generate(body: dict[str, Any], context: Context) -> Answer | dict[str, Any]:
+    """Validate and start, or say that the model is loaded. Raises ApiError or RequestError."""
+    fields = _begin(body)
+    refuse_generate(fields)
+    prompt, stream = fields.string("prompt"), fields.boolean("stream", True)
+    if fields.string("suffix"):
+        raise bad_field("suffix", "this model has no tokens for filling in the middle")
+    if not prompt:
+        return loaded(context.engine.info.name, chat=False)
+    request_id = new_id("ollama-")
+    if fields.boolean("raw"):
+        text, params = context.engine.text, read_params(fields, context)
+        grammar = await text.compile_grammar(json_output(body.get("format"), "format"))
+        ids = await text.tokenize(prompt)
+        generation = submit(
+            context, [ids], params, 1, request_id=request_id, prompt_field="prompt", grammar=grammar
+        )
+    else:
+        conversation = read_generate(fields, context)
+        params = conversation.params
+        generation = await start(conversation, context, request_id)
+    return Answer(generation, OllamaWriter(context.engine, False, params.logprobs is not None), stream)
+
+
+def _begin(body: dict[str, Any]) -> Fields:
+    """`keep_alive` is accepted and means nothing: the model stays."""
+    fields = Fields(body)
+    fields.string("model")  # any name is served by the one model, under its own name
+    return fields

@@ -1,0 +1,43 @@
+"""A server in a thread of its own, for clients that block as a program's do."""
+
+from __future__ import annotations
+
+import asyncio
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from .client import running
+from .fake_engine import FakeEngine
+
+KEY = "sk-test"
+
+# What models of the Hermes and Qwen families write. The template only has to look like theirs.
+HERMES = "{{ tools }}<tool_call></tool_call>"
+THINKING = HERMES + "<think></think>"
+WEATHER = '<tool_call>\n{"name": "get_weather", "arguments": {"city": "Paris"}}\n</tool_call>'
+CLOCK = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET", "exact": true}}\n</tool_call>'
+
+
+@contextmanager
+def in_background(engine: FakeEngine, **settings: Any) -> Iterator[str]:
+    """The address of a server over `engine` that asks for KEY."""
+    ready, box = threading.Event(), {}
+
+    async def main() -> None:
+        box["loop"], box["done"] = asyncio.get_running_loop(), asyncio.Event()
+        async with running(engine, api_keys=(KEY,), **settings) as client:
+            box["base"] = client.base
+            ready.set()
+            await box["done"].wait()
+
+    thread = threading.Thread(target=asyncio.run, args=(main(),))
+    thread.start()
+    try:
+        assert ready.wait(10)
+        yield box["base"]
+    finally:
+        box["loop"].call_soon_threadsafe(box["done"].set)
+        thread.join(10)
+        assert not thread.is_alive()
