@@ -86,7 +86,7 @@ def prepare(
     is returned, not raised: see require_fit.
     """
     with _explained():
-        model = resolve(settings.model)
+        model = resolve(settings.model, progress=progress)
         gguf = open_gguf(model.path)
         config = _read_config(gguf, settings)
         there = list_devices()
@@ -116,7 +116,7 @@ def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tupl
 
     every = settings.device or tuple(device.name for device in devices.offered(list_devices()))
     with _explained():
-        model = resolve(settings.model)
+        model = resolve(settings.model, progress=progress)
         gguf = open_gguf(model.path)
         config = _read_config(gguf, settings)
         if isinstance(config, LlamaConfig):

@@ -10,7 +10,8 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
-from hetero.models import default_model, list_names, models_folder
+from hetero.model_folder import list_names, models_folder
+from hetero.models import default_model
 from hetero.plan import devices, kernels
 from hetero.sizes import format_size
 

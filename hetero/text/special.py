@@ -1,15 +1,13 @@
-"""Tokens with a task: fill in the middle, reasoning. From a file's metadata, else by their names.
+"""Tokens for filling in the middle. BOS, EOS and ends of generation are the Tokenizer's.
 
-Ids of FIM tokens come from `tokenizer.ggml.fim_*_token_id`, else from the texts that libllama knows
-(llama-vocab.cpp); the three families it does not know are here. BOS, EOS and ends of generation are the
-Tokenizer's.
+Ids come from `tokenizer.ggml.fim_*_token_id`, else from the texts that libllama knows (llama-vocab.cpp);
+the families that it does not know are here.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import llama_cpp.llama_cpp as llama
 
@@ -40,13 +38,6 @@ class FimTokens:
         return ordered if self.middle is None else [*ordered, self.middle]
 
 
-class ReasoningTags(NamedTuple):
-    """What a model writes before and after its reasoning."""
-
-    start: str
-    end: str
-
-
 _LIBLLAMA: dict[str, Callable[[int], int]] = {
     "prefix": llama.llama_vocab_fim_pre,
     "suffix": llama.llama_vocab_fim_suf,
@@ -59,15 +50,6 @@ _LIBLLAMA: dict[str, Callable[[int], int]] = {
 _BY_NAME = (
     ("[PREFIX]", "[SUFFIX]", None, True),  # Codestral: mistral_common's InstructTokenizer.encode_fim
     ("<[fim-prefix]>", "<[fim-suffix]>", "<[fim-middle]>", True),  # Seed-Coder, Seed-OSS
-)
-# Later ones are for models whose template speaks of several.
-_REASONING = (
-    ReasoningTags("<seed:think>", "</seed:think>"),
-    ReasoningTags("<|START_THINKING|>", "<|END_THINKING|>"),
-    ReasoningTags("<|channel>thought\n", "<channel|>"),  # Gemma 4
-    ReasoningTags("[THINK]", "[/THINK]"),  # Magistral, Ministral
-    ReasoningTags("◁think▷", "◁/think▷"),  # Kimi
-    ReasoningTags("<think>", "</think>"),  # Qwen, DeepSeek, GLM, SmolLM, Granite
 )
 
 
@@ -83,23 +65,6 @@ def fim_tokens(tokenizer: Tokenizer) -> FimTokens | None:
         if known is not None:
             last = known[2] if middle is not None else None
             return FimTokens(known[0], known[1], last, suffix_first=suffix_first)
-    return None
-
-
-def reasoning_tags(template: str | None, tokenizer: Tokenizer) -> ReasoningTags | None:
-    """The tags around what a model thinks before it answers; None if it does not, or not so.
-
-    The source of the chat template speaks of the end tag, or both tags are tokens of the vocabulary.
-    OpenAI's harmony format has channels instead of tags: None.
-    """
-    if template is not None and "<|channel|>" in template:
-        return None
-    for tags in _REASONING:
-        if template is not None and tags.end in template:
-            return tags
-    for tags in _REASONING:
-        if token_ids(tokenizer, tags) is not None:
-            return tags
     return None
 
 

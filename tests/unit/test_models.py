@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from hetero import models
-from hetero.models import ModelError, resolve, resolve_name
+from hetero.model_folder import ModelError, list_names, resolve_name
+from hetero.models import resolve
 
 GGUF = b"GGUF" + bytes(20)
 
@@ -36,20 +37,21 @@ def test_paths(folder: Path):
 def test_names(folder: Path):
     assert resolve("tiny").path == folder / "tiny.gguf"
     assert resolve("nested").path == folder / "nested" / "inner.gguf"
-    assert models.list_names(folder) == ["nested", "tiny"]
+    assert resolve("inner").path == folder / "nested" / "inner.gguf"
+    assert list_names(folder) == ["inner", "tiny"]
 
 
 def test_split_models(folder: Path):
     parts = [f"big-{i:05d}-of-00002.gguf" for i in (1, 2)]
     for name in parts:
         (folder / name).write_bytes(GGUF)
-    assert models.list_names(folder) == ["big", "nested", "tiny"]
+    assert list_names(folder) == ["big", "inner", "tiny"]
     assert resolve("big").path == resolve("big-00001-of-00002").path == folder / parts[0]
     assert resolve("big").name == resolve(str(folder / parts[0])).name == "big"
     (folder / "nested" / "inner.gguf").unlink()
     for name in parts:
         (folder / name).rename(folder / "nested" / name)
-    assert resolve("nested").path == folder / "nested" / parts[0]
+    assert resolve("nested").path == resolve("big").path == folder / "nested" / parts[0]
     (folder / "nested" / "other.gguf").write_bytes(GGUF)
     with pytest.raises(ModelError, match=r"exactly one \.gguf file or split model, not 2"):
         resolve("nested")
@@ -112,8 +114,8 @@ def test_symlinks_out_of_the_folder_are_not_followed_for_names(folder: Path, tmp
     (folder / "sub" / "y.gguf").symlink_to(tmp_path / "x")
     assert [resolve_name(n, folder) for n in ("ok", "ok.gguf", "dir", "sub")] == [None] * 4
     assert resolve_name("inside", folder) is not None
-    assert set(models.list_names(folder)) >= {"tiny", "inside"}
-    assert not {"ok", "dir"} & set(models.list_names(folder))
+    assert set(list_names(folder)) >= {"tiny", "inside"}
+    assert not {"ok", "dir"} & set(list_names(folder))
     linked = tmp_path / "link"
     linked.symlink_to(folder)
     assert resolve_name("tiny", linked) is not None  # the folder itself may be one: the user chose it
@@ -122,9 +124,9 @@ def test_symlinks_out_of_the_folder_are_not_followed_for_names(folder: Path, tmp
 @pytest.mark.parametrize(
     ("model", "words"),
     [
-        ("hf:owner/repo", ["hf:owner/repo", "not supported yet"]),
+        ("hf:owner", ["'hf:owner'", "hf:owner/repo:QUANT"]),
         ("missing.gguf", ["missing.gguf", "no such file"]),
-        ("missing", ["missing", "nested, tiny"]),
+        ("missing", ["missing", "inner, tiny"]),
         ("..", ["exactly one .gguf", "not 0"]),
     ],
 )
@@ -149,3 +151,12 @@ def test_two_models_in_a_folder_are_ambiguous(folder: Path):
     (folder / "nested" / "second.gguf").write_bytes(GGUF)
     with pytest.raises(ModelError, match="exactly one"):
         resolve(str(folder / "nested"))
+
+
+def test_a_name_in_two_folders_is_ambiguous(folder: Path):
+    (folder / "other").mkdir()
+    (folder / "other" / "inner.gguf").write_bytes(GGUF)
+    with pytest.raises(ModelError, match="several folders have a model of this name"):
+        resolve("inner")
+    (folder / "inner.gguf").write_bytes(GGUF)
+    assert resolve("inner").path == folder / "inner.gguf"  # what lies in the model folder itself comes first

@@ -10,10 +10,10 @@ import pytest
 from gguf_tools import write_gguf
 from tiny_models import bpe_vocab, spm_vocab
 
-from hetero.text.special import FimTokens, ReasoningTags, fim_tokens, reasoning_tags
+from hetero.text.special import FimTokens, fim_tokens
 from hetero.text.tokenizer import Tokenizer
 
-CONTROL, USER_DEFINED = 3, 4
+CONTROL = 3
 
 
 def tokenizer_with(path: Path, texts: list[str], kind: int = CONTROL, **metadata: Any) -> Tokenizer:
@@ -83,25 +83,6 @@ def test_fim_tokens_by_metadata(tmp_path: Path):
 def test_no_fim_tokens(smollm2_path: Path, tmp_path: Path):
     assert fim_tokens(tokenizer_with(tmp_path, ["<|fim_prefix|>", "<|fim_suffix|>"])) is None
     assert fim_tokens(tokenizer_with(tmp_path, ["[PREFIX]", "[SUFFIX]"], kind=1)) is None  # words
-
-
-REASONING = [
-    ("{{ '<think>' }}{{ content.split('</think>') }}", [], ReasoningTags("<think>", "</think>")),
-    ("[THINK]{{ x }}[/THINK]", ["<think>", "</think>"], ReasoningTags("[THINK]", "[/THINK]")),
-    ("<seed:think> </seed:think>", [], ReasoningTags("<seed:think>", "</seed:think>")),
-    ("<|channel>thought\n<channel|>", [], ReasoningTags("<|channel>thought\n", "<channel|>")),
-    ("no word of it", ["<think>", "</think>"], ReasoningTags("<think>", "</think>")),
-    (None, ["[THINK]", "[/THINK]"], ReasoningTags("[THINK]", "[/THINK]")),
-    ("no word of it", [], None),
-    ("no word of it", ["<think>"], None),
-    ("<|start|>assistant<|channel|>final<|message|>", ["<think>", "</think>"], None),
-]
-
-
-@pytest.mark.parametrize(("template", "tokens", "wanted"), REASONING)
-def test_reasoning_tags(template, tokens, wanted, tmp_path: Path):
-    tokenizer = tokenizer_with(tmp_path, tokens, USER_DEFINED)
-    assert reasoning_tags(template, tokenizer) == wanted
 
 
 ENDS = [

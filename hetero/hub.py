@@ -1,0 +1,307 @@
+"""Models from a Hugging Face hub: `hf:owner/repo[:which]` means a GGUF file, or a split model's files.
+
+They lie in the model folder, in a folder of their own for each repository:
+
+    MODELS/owner--repo/NAME.gguf                  whole, and as its SHA-256 says
+    MODELS/owner--repo/.NAME.gguf.1f2e3d.part     begun; a download goes on where it stopped
+
+`huggingface_hub` speaks to the hub (address, token and offline mode as for its other users: HF_ENDPOINT,
+HF_TOKEN, HF_HUB_OFFLINE). Its own downloads begin anew when the process has ended, and trust the network:
+so files are written here.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import shutil
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from hetero.model_folder import ModelError, is_safe_name, models_in
+from hetero.sizes import format_size
+from quant.split import parse_part_name
+
+ProgressCallback = Callable[[str, float], None]
+
+# Taken when a repository has several models and none is asked for: small, and still close to the original.
+PREFERRED = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "MXFP4", "Q4_K_S", "Q4_0", "F16", "BF16")
+_CHUNK = 1 << 20
+_NOT_MODELS = re.compile(r"(?:^|[-_.])(?:mmproj|imatrix)(?:[-_.]|$)", re.IGNORECASE)
+
+
+@dataclass(frozen=True, slots=True)
+class HubName:
+    """`hf:owner/repo[:which]` taken apart. `which` is a part of a file's name, such as Q5_K_M; "" for any."""
+
+    owner: str
+    repo: str
+    which: str
+
+    @property
+    def repo_id(self) -> str:
+        return f"{self.owner}/{self.repo}"
+
+    @property
+    def folder(self) -> str:
+        """The name of the repository's folder in the model folder."""
+        return f"{self.owner}--{self.repo}"
+
+    def __str__(self) -> str:
+        return f"hf:{self.repo_id}" + (f":{self.which}" if self.which else "")
+
+
+@dataclass(frozen=True, slots=True)
+class HubFile:
+    """A file of a repository: its path there, its name here, bytes, and SHA-256 as hexadecimal digits."""
+
+    path: str
+    name: str
+    nbytes: int
+    sha256: str
+
+
+def parse_hub_name(model: str) -> HubName:
+    """Raises ModelError for what is not `hf:owner/repo[:which]`."""
+    found = re.fullmatch(r"hf:([\w.-]+)/([\w.-]+)(?::([\w.+-]+))?", model, re.ASCII)
+    if found is None or not all(is_safe_name(part) for part in found.groups("x")):
+        raise ModelError(f"{model[:200]!r}: must be hf:owner/repo or hf:owner/repo:QUANT, such as Q5_K_M")
+    return HubName(found[1], found[2], found[3] or "")
+
+
+def find_local(name: HubName, folder: Path) -> Path | None:
+    """The file (of a split model the first) that was downloaded for `name` before; None if none is whole."""
+    here = folder / name.folder
+    models = {model: files for model, files in models_in(here).items() if _is_whole(files)}
+    chosen = choose(name.which, list(models))
+    return models[chosen[0]][0] if len(chosen) == 1 else None
+
+
+def download(name: HubName, folder: Path, progress: ProgressCallback) -> Path:
+    """Fetch what is missing of `name`, check all of it, and return its (first) file. Raises ModelError."""
+    with _explained(name):
+        files = _wanted(name, _list_files(name))
+        target = folder / name.folder
+        target.mkdir(parents=True, exist_ok=True)
+        total, before = sum(file.nbytes for file in files), 0
+        for file in files:
+            what = f"{file.name} ({format_size(file.nbytes)})"
+
+            def show(verb: str, nbytes: int, what: str = what, before: int = before) -> None:
+                progress(f"{verb} {what}", (before + nbytes) / max(1, total))
+
+            _fetch(name, file, target, show)
+            before += file.nbytes
+    return target / files[0].name
+
+
+def choose(which: str, models: Sequence[str]) -> list[str]:
+    """The models meant by `which`: one, or several (or none) that leave the choice to the user.
+
+    `which` is a model's name, or a piece of it between separators, in any case; pieces at the end, and names
+    without "UD" before them, come first. "" is the only model, or the one of PREFERRED.
+    """
+    if not which:
+        if len(models) <= 1:
+            return list(models)
+        preferred = [choose(quant, models) for quant in PREFERRED]
+        return next((one for one in preferred if len(one) == 1), list(models))
+    wanted = which.lower().removesuffix(".gguf")
+    for model in models:
+        if model.lower() == wanted:
+            return [model]
+    piece = re.compile(rf"(?:^|[-_.]){re.escape(wanted)}(?:[-_.]|$)")
+    found = [model for model in models if piece.search(model.lower())]
+    last = [model for model in found if model.lower().endswith(wanted)] or found
+    return [model for model in last if f"ud-{wanted}" not in model.lower()] or last
+
+
+def _is_whole(files: Sequence[Path]) -> bool:
+    part = parse_part_name(files[0].name)
+    return part is None or len(files) == part.parts
+
+
+def _list_files(name: HubName) -> list[HubFile]:
+    """The GGUF models of a repository."""
+    from huggingface_hub import HfApi
+
+    info = HfApi(endpoint=_endpoint()).model_info(name.repo_id, files_metadata=True)
+    paths = [s for s in info.siblings or () if s.rfilename.lower().endswith(".gguf")]
+    bases = [s.rfilename.rpartition("/")[2] for s in paths]
+    files = []
+    for sibling, base in zip(paths, bases, strict=True):
+        if _NOT_MODELS.search(base):
+            continue
+        local = base if bases.count(base) == 1 else sibling.rfilename.replace("/", "--")
+        if not is_safe_name(local):
+            raise ModelError(f"{name}: the repository has a file with the unusable name {local[:80]!r}")
+        if sibling.size is None or sibling.lfs is None:
+            continue  # too small to be one
+        files.append(HubFile(sibling.rfilename, local, sibling.size, sibling.lfs.sha256.lower()))
+    return sorted(files, key=lambda file: file.name)
+
+
+def _wanted(name: HubName, files: Sequence[HubFile]) -> list[HubFile]:
+    """The files of the one model that is meant."""
+    models: dict[str, list[HubFile]] = {}
+    for file in files:
+        part = parse_part_name(file.name)
+        models.setdefault(part.name if part else file.name[: -len(".gguf")], []).append(file)
+    if not models:
+        raise ModelError(f"{name}: the repository holds no GGUF model")
+    chosen = choose(name.which, list(models))
+    if len(chosen) != 1:
+        sizes = {model: format_size(sum(f.nbytes for f in models[model])) for model in chosen or models}
+        listed = ", ".join(f"{model} ({size})" for model, size in sizes.items())
+        what = "several models" if chosen else f"no model {name.which}"
+        raise ModelError(f"{name}: {what}; name one after a colon: {listed}")
+    return models[chosen[0]]
+
+
+def _endpoint() -> str | None:
+    """The hub's address as it is now: the library reads the variable only once."""
+    return os.environ.get("HF_ENDPOINT") or None
+
+
+def _fetch(name: HubName, file: HubFile, folder: Path, show: Callable[[str, int], None]) -> None:
+    """Make `folder` hold the file, downloading what it lacks."""
+    from filelock import FileLock, Timeout
+
+    target = folder / file.name
+    part = folder / f".{file.name}.{file.sha256[:12]}.part"
+    try:
+        with FileLock(folder / f".{file.name}.lock", timeout=0):
+            if _is_same(target, file, show):
+                return
+            for old in folder.glob(f".{file.name}.*.part"):
+                if old != part:  # of a file that the repository has replaced
+                    old.unlink(missing_ok=True)
+            _download_part(name, file, part, show)
+            part.replace(target)
+    except Timeout:
+        raise ModelError(f"{name}: another process is downloading {file.name}; wait for it") from None
+
+
+def _is_same(path: Path, file: HubFile, show: Callable[[str, int], None]) -> bool:
+    """Whether a file is there already, to the last byte."""
+    if not path.is_file() or path.stat().st_size != file.nbytes:
+        return False
+    digest = hashlib.sha256()
+    with path.open("rb") as source:
+        for done in _hash(source, digest):
+            show("checking", done)
+    return digest.hexdigest() == file.sha256
+
+
+def _download_part(name: HubName, file: HubFile, part: Path, show: Callable[[str, int], None]) -> None:
+    from huggingface_hub import hf_hub_url
+    from huggingface_hub.file_download import http_get
+    from huggingface_hub.utils import build_hf_headers
+
+    with part.open("a+b") as opened:
+        growing = _Growing(opened, file.nbytes, show)
+        free = shutil.disk_usage(part.parent).free
+        if free < file.nbytes - growing.size:
+            missing = format_size(file.nbytes - growing.size)
+            raise ModelError(
+                f"{name}: {missing} are still to come, {format_size(free)} are free in {part.parent}"
+            )
+        http_get(
+            hf_hub_url(name.repo_id, file.path, endpoint=_endpoint()),
+            growing,  # type: ignore[arg-type]
+            resume_size=growing.size,
+            headers={**build_hf_headers(), "Accept-Encoding": "identity"},
+            expected_size=file.nbytes,
+            tqdm_class=_NoBar,  # type: ignore[arg-type]
+        )
+    if growing.digest.hexdigest() != file.sha256:
+        part.unlink()
+        raise ModelError(f"{name}: {file.name} arrived damaged (its SHA-256 is another); try again")
+
+
+class _Growing:
+    """A partial file that is hashed as it grows. What it holds at first counts; what is too much goes."""
+
+    def __init__(self, file, nbytes: int, show: Callable[[str, int], None]):
+        self._file, self._show = file, show
+        self.digest, self.size = hashlib.sha256(), 0
+        if file.seek(0, os.SEEK_END) > nbytes:
+            file.truncate(0)
+        file.seek(0)
+        for self.size in _hash(file, self.digest):
+            show("checking", self.size)
+
+    def write(self, data: bytes) -> int:
+        self._file.write(data)
+        self.digest.update(data)
+        self.size += len(data)
+        self._show("downloading", self.size)
+        return len(data)
+
+    def tell(self) -> int:
+        return self.size
+
+    def seek(self, position: int) -> int:
+        """Only ever to the beginning: the server does not send a file from its middle."""
+        assert position == 0
+        return 0
+
+    def truncate(self) -> int:
+        self._file.truncate(0)
+        self.digest, self.size = hashlib.sha256(), 0
+        return 0
+
+
+class _NoBar:
+    """In place of a bar on the terminal: the file itself reports."""
+
+    def __init__(self, **kwargs: object):
+        pass
+
+    def __enter__(self) -> _NoBar:
+        return self
+
+    def __exit__(self, *exc: object) -> None:
+        pass
+
+    def update(self, count: int = 1) -> None:
+        pass
+
+
+def _hash(source, digest) -> Iterator[int]:
+    """Feeds the rest of a file to `digest`; yields the bytes so far after each chunk."""
+    done = 0
+    while chunk := source.read(_CHUNK):
+        digest.update(chunk)
+        done += len(chunk)
+        yield done
+
+
+@contextmanager
+def _explained(name: HubName) -> Iterator[None]:
+    """What the hub and the network have to say, as one line with what to do."""
+    from huggingface_hub import constants, errors
+
+    where = _endpoint() or constants.ENDPOINT
+    try:
+        yield
+    except errors.GatedRepoError:
+        reason = f"its licence must be accepted first, at {where}/{name.repo_id}; then set HF_TOKEN"
+    except errors.RepositoryNotFoundError:
+        reason = f"{where} has no such model; if it is a private one, set HF_TOKEN"
+    except errors.OfflineModeIsEnabled:
+        reason = "it is not in the model folder, and HF_HUB_OFFLINE forbids to fetch it"
+    except errors.HfHubHTTPError as error:
+        reason = f"{where} answered {error.response.status_code}; try again later"
+    except OSError as error:
+        reason = f"cannot be downloaded: {error.strerror or error}; what has come is kept"
+    except Exception as error:
+        if not type(error).__module__.startswith(("httpx", "httpcore")):
+            raise
+        reason = f"{where} cannot be reached ({error or type(error).__name__}); what has come is kept"
+    else:
+        return
+    raise ModelError(f"{name}: {' '.join(reason.split())}")
