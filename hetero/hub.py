@@ -115,7 +115,7 @@ def choose(which: str, models: Sequence[str]) -> list[str]:
             return [model]
     piece = re.compile(rf"(?:^|[-_.]){re.escape(wanted)}(?:[-_.]|$)")
     found = [model for model in models if piece.search(model.lower())]
-    last = [model for model in found if model.lower().endswith(wanted)] or found
+    last = [model for model in found if re.search(rf"(?:^|[-_.]){re.escape(wanted)}$", model.lower())] or found
     return [model for model in last if f"ud-{wanted}" not in model.lower()] or last
 
 
@@ -231,8 +231,9 @@ class _Growing:
         if file.seek(0, os.SEEK_END) > nbytes:
             file.truncate(0)
         file.seek(0)
-        for self.size in _hash(file, self.digest):
-            show("checking", self.size)
+        for done in _hash(file, self.digest):
+            self.size = done
+            show("checking", done)
 
     def write(self, data: bytes) -> int:
         self._file.write(data)
@@ -284,7 +285,9 @@ def _hash(source, digest) -> Iterator[int]:
 def _explained(name: HubName) -> Iterator[None]:
     """What the hub and the network have to say, as one line with what to do."""
     from huggingface_hub import constants, errors
+    from huggingface_hub.utils import logging
 
+    logging.set_verbosity_error()  # it would tell of every connection that it opens again
     where = _endpoint() or constants.ENDPOINT
     try:
         yield

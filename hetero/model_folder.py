@@ -72,16 +72,14 @@ def list_names(folder: Path) -> list[str]:
 
 
 def models_in(folder: Path, root: Path | None = None) -> dict[str, list[Path]]:
-    """The files of each model directly inside `folder` by its name, parts in order; none outside of `root`."""
+    """The files of each model directly inside `folder` by its name, parts in order.
+
+    None that a symlink takes out of `root` (default: `folder`).
+    """
     models: dict[str, list[Path]] = {}
-    for file in _entries(folder):
+    for file in (entry for entry in _entries(folder) if entry.suffix.lower() == ".gguf"):
         name = model_name(file)
-        if (
-            file.suffix.lower() == ".gguf"
-            and is_safe_name(name)
-            and file.is_file()
-            and _inside(file, root or folder)
-        ):
+        if is_safe_name(name) and file.is_file() and _inside(file, root or folder):
             models.setdefault(name, []).append(file)
     return models
 
