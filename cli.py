@@ -10,6 +10,7 @@ import click
 
 from hetero import __version__
 from hetero.commands.bench_cli import bench
+from hetero.commands.library import models, pull
 from hetero.commands.options import (
     ENGINE,
     SERVER,
@@ -377,7 +378,8 @@ def worker(cache_size: str, **given: Any) -> None:
 
 
 main.add_command(bench)
-
+main.add_command(models)
+main.add_command(pull)
 
 if __name__ == "__main__":
     main(prog_name="hetero")

@@ -115,7 +115,9 @@ def choose(which: str, models: Sequence[str]) -> list[str]:
             return [model]
     piece = re.compile(rf"(?:^|[-_.]){re.escape(wanted)}(?:[-_.]|$)")
     found = [model for model in models if piece.search(model.lower())]
-    last = [model for model in found if re.search(rf"(?:^|[-_.]){re.escape(wanted)}$", model.lower())] or found
+    last = [
+        model for model in found if re.search(rf"(?:^|[-_.]){re.escape(wanted)}$", model.lower())
+    ] or found
     return [model for model in last if f"ud-{wanted}" not in model.lower()] or last
 
 

@@ -47,8 +47,8 @@ class Settings:
 
     model: str | None = setting(
         None,
-        "Model to serve: a .gguf file, a folder with one, or a name in the model folder. Without one, the "
-        "packaged default model.",
+        "Model to serve: a .gguf file, a folder with one, a name in the model folder, or "
+        "hf:owner/repo[:QUANT] on Hugging Face, which is downloaded. Without one, the packaged model.",
         kind="str",
     )
     host: str = setting("127.0.0.1", "Address to listen on. 0.0.0.0 lets other machines in.", kind="str")

@@ -220,6 +220,7 @@ class Damage:
 def load(path: Path) -> list[str]:
     """Everything that happens to a file before its weights are read. The refusals, each one line."""
     from backends.ggml.models.config import ModelError, read_config
+    from backends.llama.config import read_llama_config
     from hetero.text.special import fim_tokens
     from hetero.text.template import ChatTemplate, TemplateError
     from hetero.text.tokenizer import Tokenizer
@@ -231,10 +232,11 @@ def load(path: Path) -> list[str]:
     except GGUFError as error:
         return [str(error)]
     with gguf:
-        try:
-            read_config(gguf)
-        except ModelError as error:
-            refusals.append(str(error))
+        for read in (read_config, read_llama_config):
+            try:
+                read(gguf)
+            except ModelError as error:
+                refusals.append(str(error))
         try:
             tokenizer = Tokenizer(path)
         except ValueError as error:

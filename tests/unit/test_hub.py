@@ -186,21 +186,21 @@ def test_a_full_disk(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
 @pytest.mark.parametrize(
     ("which", "wanted"),
     [
-        ("", ["m-Q4_K_M"]),
-        ("Q4_K_M", ["m-Q4_K_M"]),
-        ("q4_k_m", ["m-Q4_K_M"]),
-        ("m-q8_0.gguf", ["m-Q8_0"]),
-        ("Q8_0", ["m-Q8_0"]),  # and not m-UD-Q8_0
-        ("UD-Q8_0", ["m-UD-Q8_0"]),
-        ("Q4_K_XL", ["m-UD-Q4_K_XL"]),
-        ("F16", ["m-F16"]),  # and not m-BF16
-        ("Q4", ["m-Q4_K_M"]),
+        ("", ["x-Q4_K_M"]),
+        ("Q4_K_M", ["x-Q4_K_M"]),
+        ("q4_k_m", ["x-Q4_K_M"]),
+        ("x-q8_0.gguf", ["x-Q8_0"]),
+        ("Q8_0", ["x-Q8_0"]),  # and not x-UD-Q8_0
+        ("UD-Q8_0", ["x-UD-Q8_0"]),
+        ("Q4_K_XL", ["x-UD-Q4_K_XL"]),
+        ("F16", ["x-F16"]),  # and not x-BF16
+        ("Q4", ["x-Q4_K_M"]),
         ("Q3_K", []),
-        ("m", ["m-Q4_K_M", "m-Q8_0", "m-F16", "m-BF16", "m-UD-Q8_0", "m-UD-Q4_K_XL"]),
+        ("x", ["x-Q4_K_M", "x-Q8_0", "x-F16", "x-BF16", "x-UD-Q8_0", "x-UD-Q4_K_XL"]),
     ],
 )
 def test_choice(which: str, wanted: list[str]):
-    models = ["m-Q4_K_M", "m-Q8_0", "m-UD-Q8_0", "m-UD-Q4_K_XL", "m-F16", "m-BF16"]
+    models = ["x-Q4_K_M", "x-Q8_0", "x-UD-Q8_0", "x-UD-Q4_K_XL", "x-F16", "x-BF16"]
     assert sorted(choose(which, models)) == sorted(wanted)
 
 
