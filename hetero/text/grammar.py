@@ -133,9 +133,8 @@ class GrammarCompiler:
 def _compile(tokenizer: LLTokenizer, grammars: str, field: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammars, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
-        probe = matcher.deep_copy()
-        probe.compute_bitmask()  # finds schemas that nothing can satisfy
-        matcher = probe if probe.is_error() else matcher
+        # Finds what nothing can satisfy, and the first mask may take long: here it keeps no step waiting.
+        matcher.compute_bitmask()
     if matcher.is_error():
         raise OutputError(f"cannot be enforced: {_one_line(matcher.get_error())}", field)
     return matcher

@@ -21,6 +21,9 @@ from llguidance.gbnf_to_lark import GbnfToLarkError, gbnf_to_lark
 
 MAX_CHARS = 1 << 17  # of a schema or grammar; OpenAI's own bound for schemas is 120,000
 MAX_CHOICES = 10_000
+MAX_DEPTH = 400
+_NAMED = ("properties", "patternProperties", "$defs", "definitions")  # their keys are names of the client's
+_VALUES = ("enum", "const", "default", "examples")  # hold no schemas
 # Between tokens of JSON: a space, or a new line with its indentation. Without an upper bound a small model
 # can write blanks until its context is full.
 WHITESPACE = r"( |\n[ \t]{0,40})"
@@ -82,7 +85,32 @@ def _schema(output: Mapping[str, Any], field: str) -> dict[str, Any]:
         schema, where = wrapper.get("schema"), f"{field}.json_schema.schema"
     if not isinstance(schema, dict):
         raise OutputError(f"{where} must be an object", field)
+    _check_counts(schema, field, 0)
     return schema
+
+
+def _check_counts(schema: Any, field: str, depth: int) -> None:
+    """Refuse a `minProperties` that a property written twice could seem to satisfy.
+
+    llguidance, which refuses what else it does not enforce, counts properties that the schema does not name
+    without looking whether they are different.
+    """
+    if depth > MAX_DEPTH:
+        raise OutputError("it is nested too deeply", field)
+    if isinstance(schema, list):
+        for item in schema:
+            _check_counts(item, field, depth + 1)
+    if not isinstance(schema, dict):
+        return
+    least, required = schema.get("minProperties"), schema.get("required")
+    named = len(required) if isinstance(required, list) else 0
+    if isinstance(least, (int, float)) and least > max(1, named):
+        raise OutputError(f"minProperties {least} is enforced only up to the number of required ones", field)
+    for key, inner in schema.items():
+        if key in _NAMED and isinstance(inner, dict):
+            inner = list(inner.values())
+        if key not in _VALUES:
+            _check_counts(inner, field, depth + 1)
 
 
 def _choice(choices: Any, field: str) -> str:
