@@ -128,10 +128,9 @@ def arguments_schemas(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:
     left to the tool, as it is where nothing is forced.
     """
     schema = {key: value for key, value in parameters.items() if key != "x-guidance"}
+    schema["type"] = "object"
     if not any(word in schema for word in COMBINATORS):
-        schema["type"] = "object"
-        if "additionalProperties" not in schema:
-            schema["additionalProperties"] = False
+        schema.setdefault("additionalProperties", False)
     plain = _without(schema, ("pattern", "format", "not", "if", "then", "else", "patternProperties"))
     strict: dict[str, Any] = {"whitespace_pattern": WHITESPACE}
     lenient = {**strict, "lenient": True}
