@@ -12,6 +12,7 @@ really there before it is used, so a hostile file costs one error line, not memo
 
 from __future__ import annotations
 
+import re
 import struct
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -41,6 +42,7 @@ _STRUCTS = {t: struct.Struct("=" + f) for t, f in _SCALARS.items()}
 _DTYPES = {t: np.dtype("=" + f) if f != "?" else np.dtype("u1") for t, f in _SCALARS.items()}
 _TYPE_NAMES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
 _U32, _U64 = _STRUCTS[4], _STRUCTS[10]
+_FAMILY = re.compile(r"[\w.-]{0,64}", re.ASCII)
 _U16, _BOOL, _STRING, _ARRAY = 2, 7, 8, 9
 
 
@@ -246,6 +248,9 @@ class HeadParser:
         """The alignment in bytes, once the keys that rule the rest of the file are sound."""
         if types.get("general.architecture", _STRING) != _STRING:
             raise self.fail("general.architecture is not a string")
+        family = metadata.get("general.architecture", "")
+        if not _FAMILY.fullmatch(str(family)):
+            raise self.fail(f"general.architecture is {str(family)[:40]!r}, which is no family's name")
         if "general.alignment" not in metadata:
             return DEFAULT_ALIGNMENT
         alignment = metadata["general.alignment"]

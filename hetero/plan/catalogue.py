@@ -59,7 +59,6 @@ def _found() -> Iterator[tuple[str, Path]]:
 
 def describe(name: str, path: Path, settings: Settings) -> Entry:
     """What there is to say of one file. An unreadable one is an entry too."""
-    from backends.ggml.models.families import FAMILIES
     from hetero.plan.facts import count_parameters, quantization
     from quant.gguf import GGUFError, open_gguf
 
@@ -78,7 +77,6 @@ def describe(name: str, path: Path, settings: Settings) -> Entry:
             size_bytes=gguf.nbytes,
             quantization=quantization(gguf),
             context=context if isinstance(context, int) else 0,
-            engine=NATIVE if family in FAMILIES else FALLBACK,
         )
     return _planned(entry, settings)
 
@@ -92,7 +90,8 @@ def _planned(entry: Entry, settings: Settings) -> Entry:
     try:
         prepared = prepare(replace(settings, model=entry.path, spec=spec), measure=GUESSED)
     except LaunchError as exc:
-        return replace(entry, engine=NONE, note=str(exc))
+        return replace(entry, note=str(exc))
+    entry = replace(entry, engine=FALLBACK if prepared.llama else NATIVE)
     with prepared.gguf:
         try:
             require_fit(prepared)

@@ -192,6 +192,7 @@ U64_MAX = struct.pack("<Q", 2**64 - 1)
         (entry(9, struct.pack("<IQ", 9, 1)), "array of arrays"),
         (entry(9, struct.pack("<IQ", 77, 0)), "unknown type 77"),
         (head(0, 1) + kv("general.architecture", "u32", bytes(4)), "general.architecture is not a string"),
+        (head(0, 1) + kv("general.architecture", "str", string("a\nb")), "is 'a\\nb', which is no family's"),
         (head(0, 1) + kv("split.count", "str", string("2")), "split.count is not an integer"),
     ],
     ids=lambda value: value if isinstance(value, str) else "",
