@@ -9,13 +9,14 @@ import numpy as np
 
 sys.path.insert(0, str(Path(__file__).parent / "engine"))
 from driver import Driver
-from reference import _silu, mixture
+from reference import silu
+from reference_experts import mixture
 
 from backends.cpu.layers import NO_LAYOUT
 from backends.cpu.step import TOKENS
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import STATUS_SUCCESS, ggml
-from backends.ggml.models.experts import expert_weights
+from backends.ggml.models.mixture import expert_weights
 from quant.blocks import dequantize
 from quant.gguf import GGUFFile
 
@@ -61,9 +62,8 @@ class ExpertLayer:
     def chosen(self, x: np.ndarray) -> np.ndarray:
         """Ids of each row's experts [T, used], the most probable one first."""
         router = _decoded(self.driver.gguf, expert_weights(0).router)
-        return np.argsort(-(self._normed(x) @ router.T), axis=1, kind="stable")[
-            :, : self.config.n_expert_used
-        ]
+        used = self.config.mixture.used
+        return np.argsort(-(self._normed(x) @ router.T), axis=1, kind="stable")[:, :used]
 
     def _normed(self, x: np.ndarray) -> np.ndarray:
         x = x.astype(np.float64)
@@ -73,7 +73,7 @@ class ExpertLayer:
     def exact(self, x: np.ndarray) -> np.ndarray:
         """What `run` should give, in float64 with the decoded weights."""
         w = {name: _decoded(self.driver.gguf, name) for name in expert_weights(0)}
-        return x + mixture(self._normed(x), w, "blk.0.", self.config.n_expert_used, _silu)
+        return x + mixture(self._normed(x), w, "blk.0.", self.config.mixture, silu)
 
     def close(self) -> None:
         for g, allocator, _, _ in self._graphs.values():

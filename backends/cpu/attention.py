@@ -27,6 +27,7 @@ from backends.cpu import step as S
 from backends.cpu.attention_kernels import (
     CHUNK,
     SCORE_ROW_BYTES,
+    begin_with_sink,
     divide_by_sum,
     reset_state,
     soft_cap,
@@ -49,7 +50,8 @@ _SPARE = -(-(_BLOCKS_AHEAD + 2 * _VALUES) // 64) * 64
 SCRATCH_BYTES = _SPARE + SPARE_BYTES
 
 # words of an attention operator's parameters; P_KEY_BYTES and P_VALUE_BYTES are kv_codes.part_bytes,
-# P_SCORES and P_VALUES the addresses of functions of attention_pools.py, P_SOFTCAP the bits of a float32
+# P_SCORES and P_VALUES the addresses of functions of attention_pools.py, P_SOFTCAP the bits of a float32,
+# P_SINKS the address of a float32 for each head, or 0
 (
     P_HEADER,
     P_GROUP,
@@ -66,8 +68,9 @@ SCRATCH_BYTES = _SPARE + SPARE_BYTES
     P_SCORES,
     P_VALUES,
     P_SOFTCAP,
-) = range(15)
-NUM_PARAMS = 15
+    P_SINKS,
+) = range(16)
+NUM_PARAMS = 16
 
 
 @intrinsic
@@ -93,15 +96,21 @@ def block_addresses(table, blocks, kv_heads, kv_head, pools, out):
 
 
 @njit(nogil=True, cache=True)
-def begin_rows(scratch, query, out, row0, rows, shape):
-    """Write down where an item's rows read and write, and clear their sums."""
+def begin_rows(scratch, query, out, row0, rows, shape, sinks):
+    """Write down where an item's rows read and write, and clear their sums.
+
+    A head's sink (arXiv 2508.10925) is the score of a token before all others, whose value is zero.
+    """
     heads, share, kv_head, dim_k, dim_v = shape
     for r in range(rows):
         head_row = (row0 + r // share) * heads + kv_head * share + r % share
         store_i64((scratch + _QUERY_AT + 8 * r, query + 4 * head_row * dim_k))
         store_i64((scratch + _OUT_AT + 8 * r, out + 4 * head_row * dim_v))
         fill_zero((out + 4 * head_row * dim_v, dim_v // 16))
-        reset_state((scratch + _STATE + 8 * r,))
+        if sinks == 0:
+            reset_state((scratch + _STATE + 8 * r,))
+        else:
+            begin_with_sink((scratch + _STATE + 8 * r, sinks + 4 * (kv_head * share + r % share)))
 
 
 @njit(nogil=True, cache=True)
@@ -120,7 +129,8 @@ def attend_item(params, header, scratch, query, out, sequence, row0, count, kv_h
     vectors = dim_v // 16
     key_bytes, value_bytes = load_i64((params + 8 * P_KEY_BYTES,)), load_i64((params + 8 * P_VALUE_BYTES,))
     score_rows, value_rows = load_i64((params + 8 * P_SCORES,)), load_i64((params + 8 * P_VALUES,))
-    begin_rows(scratch, query, out, row0, rows, (heads, share, kv_head, dim_k, dim_v))
+    sinks = load_i64((params + 8 * P_SINKS,))
+    begin_rows(scratch, query, out, row0, rows, (heads, share, kv_head, dim_k, dim_v), sinks)
     first = load_i32((positions + 4 * row0,))  # a sequence's rows are at consecutive positions
     end = first + count
     begin = max(0, first - window + 1) if window > 0 else 0

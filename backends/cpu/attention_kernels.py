@@ -71,6 +71,13 @@ def reset_state(x: Emitter, state: Value) -> None:
 
 
 @kernel
+def begin_with_sink(x: Emitter, state: Value, sink: Value) -> None:
+    """As after one score, that at the address `sink`, whose value is zero."""
+    x.store(x.load(sink, 0, F32, 4), state, 0, 4)
+    x.store(x.f32(1.0), state, 4, 4)
+
+
+@kernel
 def divide_by_sum(x: Emitter, out: Value, state: Value, vectors: Value) -> None:
     total = x.broadcast_f32(state, 4)
 
@@ -84,6 +91,7 @@ def divide_by_sum(x: Emitter, out: Value, state: Value, vectors: Value) -> None:
 __all__ = [
     "CHUNK",
     "SCORE_ROW_BYTES",
+    "begin_with_sink",
     "divide_by_sum",
     "reset_state",
     "soft_cap",

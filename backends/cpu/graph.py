@@ -2,21 +2,21 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import numpy as np
 
 from backends.cpu import argmax, embedding, linear, matmul
 from backends.cpu import attention as attend
 from backends.cpu import rope_store as store
-from backends.cpu.packed import PackedWeight, PackedWeights
+from backends.cpu.packed import PackedWeights
 from backends.cpu.pools import CpuKV
 from backends.cpu.step import LOGITS, TOKENS
 from backends.ggml.devices import Device
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.models.experts import expert_weights
+from backends.ggml.models.mixture import expert_weights
 from backends.ggml.models.tensors import bias_of
 from backends.ggml.weights import Weights
 
@@ -97,50 +97,13 @@ class CpuGraphBuilder(GraphBuilder):
             return self.linear(self.activate(*products), down, residual)
         return self._multiply(self._quantize(products[0], mode, (down,)), products[0], (down,), residual)
 
-    def expert_ffn(self, layer: int, x: int) -> int:
-        """Six nodes: norm + quantize, router, route, arrange, gate|up + activation + quantize, down + sum."""
-        w = expert_weights(layer)
+    def mixture(self, layer: int, x: int, residual: bool = True) -> int:
+        w = expert_weights(layer, self.config.family.ffn_norm)
         if not all(name in self.packed for name in w[1:]):
-            return super().expert_ffn(layer, x)
-        from backends.cpu import experts, routing  # compiled only for models that have experts
+            return super().mixture(layer, x, residual)
+        from backends.cpu import expert_graph  # compiled only for models that have experts
 
-        c, gates, down = self.config, [self.packed[w.gate], self.packed[w.up]], self.packed[w.down]
-        rows, used = self.rows_of(x), c.n_expert_used
-        shared = (w.router, w.gate, w.up)
-        tokens = self._quantize(x, linear.NORM, shared, w.norm)
-        logits = self._multiply(tokens, x, (w.router,), None, shared)
-        p = self._expert_parameters(gates, gates[0].k, gates[0].m)
-        p[routing.P_SOURCE_KINDS] = _kind_bits(self.packed[name].kind for name in shared)
-        p[routing.P_KIND], p[routing.P_COUNTER] = down.kind, self.kv.header.expert_counter_address(layer)
-        p[routing.P_MODE] = linear.SILU if c.family.activation == "silu" else linear.GELU
-        routes = self.custom(2 * used, rows, (logits,), routing.route_operator.address, p)
-        words = used * int(p[routing.P_ROW]) // 4 + routing.table_words(used)
-        arranged = self.custom(words, rows, (tokens, routes), routing.arrange_operator.address, p)
-        words = used * matmul.activation_nbytes(down.kind, 1, down.k) // 4
-        active = self.custom(words, rows, (arranged,), experts.gate_operator.address, p)
-        q = self._expert_parameters([down], down.k, down.m)
-        q[routing.P_ROW] = p[routing.P_ROW]
-        return self.custom(down.m, rows, (active, arranged, x), experts.down_operator.address, q)
-
-    def _expert_parameters(self, matrices: Sequence[PackedWeight], k: int, width: int) -> np.ndarray:
-        """What the operators of routing.py and experts.py have in common."""
-        from backends.cpu import experts, routing
-
-        p = self._new_parameters(routing.P_MATRICES + experts.MATRIX_WORDS * len(matrices))
-        p[routing.P_COUNT_AT], p[routing.P_SCRATCH] = self._count_at, self.kv.expert_scratch.ctypes.data
-        p[routing.P_EXPERTS], p[routing.P_USED] = self.config.n_expert, self.config.n_expert_used
-        p[routing.P_K], p[routing.P_WIDTH] = k, width
-        p[routing.P_KINDS] = _kind_bits(w.kind for w in matrices)
-        sizes = {kind: matmul.activation_nbytes(kind, 1, k) for kind in {w.kind for w in matrices}}
-        p[routing.P_ROW] = sum(sizes.values())
-        for i, w in enumerate(matrices):
-            words = p[routing.P_MATRICES + experts.MATRIX_WORDS * i :]
-            words[experts.W_FUNCTION] = matmul.compiled_matmul(w.type_id).address
-            words[experts.W_PACKED], words[experts.W_EXPERT] = w.data.ctypes.data, w.expert_nbytes
-            words[experts.W_PANEL] = matmul.packed_nbytes(w.type_id, 1, k)
-            words[experts.W_OFFSET] = sum(size for kind, size in sizes.items() if kind < w.kind)
-            words[experts.W_ROW] = sizes[w.kind]
-        return p
+        return expert_graph.build(self, layer, x, w, residual)
 
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         c = self.config
@@ -170,7 +133,7 @@ class CpuGraphBuilder(GraphBuilder):
         kinds = sorted({self.packed[w].kind for w in weights})
         p = self._new_parameters(linear.NUM_QUANTIZE)
         p[linear.Q_COUNT_AT], p[linear.Q_MODE], p[linear.Q_K] = self._count_at, mode, k
-        p[linear.Q_KINDS] = _kind_bits(kinds)
+        p[linear.Q_KINDS] = linear.kind_bits(kinds)
         p[linear.Q_EPS] = int(np.float32(self.config.norm_eps).view(np.int32))
         if norm is not None:
             p[linear.Q_WEIGHT] = ggml().get_data(self.weights.tensor(norm))
@@ -216,7 +179,3 @@ class CpuGraphBuilder(GraphBuilder):
     def _new_parameters(self, words: int) -> np.ndarray:
         self._parameters.append(np.zeros(words, np.int64))
         return self._parameters[-1]
-
-
-def _kind_bits(kinds: Iterable[int]) -> int:
-    return sum(1 << kind for kind in set(kinds))

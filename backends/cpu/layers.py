@@ -16,7 +16,7 @@ from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.probe import PLAIN, Verdicts, probe, turn_off_tiles
-from backends.ggml.weights import Progress, Weights
+from backends.ggml.weights import Progress, Weights, is_matrix
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
 
@@ -47,7 +47,7 @@ class CpuLayers:
         """`names`: the stage's tensors. `lookup`: token ids are looked up here. `head`: output matrix.
         `kv_types`: of keys and of values."""
         self._config, self._device = config, device
-        matrices = [n for n in names if len(gguf.tensors[n].shape) > 1 and (n != EMBEDDING or n == head)]
+        matrices = [n for n in names if is_matrix(gguf.tensors[n]) and (n != EMBEDDING or n == head)]
         ours = [n for n in matrices if packable(gguf, n)]
         theirs = [n for n in matrices if n not in ours]
         verdicts = probe(gguf.tensors[n].type for n in theirs)

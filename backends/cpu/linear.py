@@ -12,6 +12,8 @@ Threads split the blocks of the quantizer and the rows of the matrices.
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 import numpy as np
 from numba import cfunc, njit, types
 from numba.extending import intrinsic
@@ -32,8 +34,10 @@ from backends.cpu.simd import F32, I32, Emitter, Value, call_address, kernel, ke
 from backends.cpu.vecmath import exp
 from backends.cpu.words import load_i64
 from backends.ggml.lib import WORD_DATA, WORD_SRC
+from backends.ggml.models.mixture import OAI_ALPHA, OAI_LIMIT
 
-PLAIN, NORM, SILU, GELU, GELU_ALONE = range(5)  # what happens to the source before it is quantized
+# What happens to the source before it is quantized. OAI is for experts alone, which quantize by themselves.
+PLAIN, NORM, SILU, GELU, GELU_ALONE, OAI = range(6)
 
 # words of the quantize operator's parameters; kinds are bits: 1 << BLOCKWISE, …
 Q_COUNT_AT, Q_MODE, Q_K, Q_KINDS, Q_WEIGHT, Q_EPS = range(6)
@@ -46,6 +50,11 @@ W_FUNCTION, W_PACKED, W_ROWS, W_K, W_OFFSET, W_COLUMN, W_BIAS = range(MATRIX_WOR
 
 NUM_KINDS = len(REGION_BYTES)
 BLOCK_BYTES = tuple(sum(regions) for regions in REGION_BYTES)  # of one block of one token, by kind
+
+
+def kind_bits(kinds: Iterable[int]) -> int:
+    """Kinds of activations as the operators' parameters have them."""
+    return sum(1 << kind for kind in set(kinds))
 
 
 @intrinsic
@@ -92,6 +101,19 @@ _GELU_CUBIC = float(np.float32(0.044715))
 _GELU_SCALE = float(np.float32(2.0 * np.sqrt(2.0 / np.pi)))
 
 
+def _oai(x: Emitter, gate: Value, up: Value) -> Value:
+    """g * sigmoid(1.702 g) * (u + 1), g and u limited to 7, u to -7 too, as gpt-oss does; ggml_swiglu_oai."""
+    high, low = x.splat_f32(OAI_LIMIT), x.splat_f32(-OAI_LIMIT)
+    gate = x.b.select(x.b.fcmp_ordered(">", gate, high), high, gate)
+    up = x.b.select(x.b.fcmp_ordered(">", up, high), high, up)
+    up = x.b.select(x.b.fcmp_ordered("<", up, low), low, up)
+    active = x.fmul(gate, _sigmoid(x, x.fmul(gate, x.splat_f32(_OAI_ALPHA))))
+    return x.fmul(active, x.fadd(up, x.splat_f32(1.0)))
+
+
+_OAI_ALPHA = float(np.float32(OAI_ALPHA))
+
+
 @kernel_family
 def quantize_token(
     x: Emitter,
@@ -119,6 +141,8 @@ def quantize_token(
             return x.fmul(x.fmul(v, scale), x.load(other, at))
         if mode == GELU_ALONE:
             return _gelu(x, v)
+        if mode == OAI:
+            return _oai(x, v, x.load(other, at))
         activated = x.fmul(v, _sigmoid(x, v)) if mode == SILU else _gelu(x, v)
         return x.fmul(activated, x.load(other, at))
 

@@ -16,6 +16,7 @@ from backends.cpu.step import QUERY_ROWS, StepHeader, aligned_empty
 from backends.ggml.devices import Device
 from backends.ggml.lib import TYPE_F16, ggml
 from backends.ggml.models.config import ModelConfig, ModelError
+from backends.ggml.models.tensors import has_head_norms
 from backends.ggml.weights import DeviceTensors, Weights
 
 
@@ -119,7 +120,7 @@ class CpuKV:
             p[store.P_ROPE_WORD] = self.header.rope_word(self._ropes.index(rope))
             p[store.P_ROTATED], p[store.P_NEOX] = rope.n_rot, int(rope.neox)
         p[store.P_SCALE], p[store.P_EPS] = _float_bits(c.attention_scale), _float_bits(c.norm_eps)
-        if c.family.qk_norm == "heads":
+        if has_head_norms(c, layer):
             p[store.P_QUERY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_q_norm.weight"))
             p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
         p[store.P_FUSED] = int(fused)
@@ -133,6 +134,8 @@ class CpuKV:
         self._common(p, layer, attend)
         p[attend.P_WINDOW] = self.config.layer_windows[layer] or 0
         p[attend.P_SOFTCAP] = _float_bits(self.config.attention_softcap)
+        if self.config.family.sinks:
+            p[attend.P_SINKS] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_sinks.weight"))
         p[attend.P_COUNTER] = self.header.counter_address(layer)
         p[attend.P_SCORES] = attention_pools.compiled_scores(self._kinds[0]).address
         p[attend.P_VALUES] = attention_pools.compiled_values(self._kinds[1]).address
@@ -168,8 +171,8 @@ def _float_bits(value: float) -> int:
 
 def _expert_scratch_bytes(config: ModelConfig) -> int:
     """Of one thread."""
-    if not config.n_expert:
+    if config.mixture is None:
         return 0
-    from backends.cpu import routing  # compiled only for models that have experts
+    from backends.cpu import expert_words  # compiled only for models that have experts
 
-    return routing.SCRATCH_BYTES
+    return expert_words.SCRATCH_BYTES

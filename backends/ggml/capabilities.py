@@ -75,6 +75,7 @@ def can_flash_attend(
     key_type: int = TYPE_F16,
     value_type: int = TYPE_F16,
     soft_cap: float = 0.0,
+    sinks: bool = False,
 ) -> bool:
     """Whether ggml's fused attention runs with K and V of these ggml types and a float16 mask, for one
     query of each sequence and for several (queries float32 [head_dim_k, T, n_head, S])."""
@@ -85,7 +86,12 @@ def can_flash_attend(
         k = lib.new_tensor_4d(ctx, key_type, head_dim_k, CACHED, n_head_kv, sequences)
         v = lib.new_tensor_4d(ctx, value_type, head_dim_v, CACHED, n_head_kv, sequences)
         mask = lib.new_tensor_4d(ctx, TYPE_F16, CACHED, tokens, 1, sequences)
-        return lib.flash_attn_ext(ctx, q, k, v, mask, head_dim_k**-0.5, 0.0, soft_cap), (k, v)
+        attended = lib.flash_attn_ext(ctx, q, k, v, mask, head_dim_k**-0.5, 0.0, soft_cap)
+        if not sinks:
+            return attended, (k, v)
+        sink = lib.new_tensor_4d(ctx, TYPE_F32, n_head, 1, 1, 1)
+        lib.flash_attn_ext_add_sinks(attended, sink)
+        return attended, (k, v, sink)
 
     return all(_supported(device, partial(attend, tokens)) for tokens in (1, TOKENS))
 

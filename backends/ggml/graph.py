@@ -15,11 +15,12 @@ import numpy as np
 from backends.ggml.devices import Device
 from backends.ggml.lib import TYPE_F32, TYPE_I32, P, ggml, shape_of
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.models.experts import build_experts
+from backends.ggml.models.experts import build_expert_ffn, build_mixture
+from backends.ggml.models.mixture import OAI_ALPHA, OAI_LIMIT
 from backends.ggml.models.tensors import bias_of
 from backends.ggml.weights import Weights
 
-MAX_NODES = 64  # per layer, generously
+MAX_NODES, EXPERT_NODES = 64, 64  # per layer, generously; and where it has experts, beside 2 for each used
 
 
 def padded(values: np.ndarray, count: int, kind: type = np.int32) -> np.ndarray:
@@ -39,7 +40,8 @@ class GraphBuilder:
         self, config: ModelConfig, device: Device, weights: Weights, rows: int, extra_nodes: int = 0
     ):
         self.lib, self.config, self.device, self.weights, self.rows = ggml(), config, device, weights, rows
-        nodes = (MAX_NODES + 2 * config.n_expert_used + extra_nodes) * (config.n_layer + 2)
+        experts = EXPERT_NODES + 2 * config.mixture.used if config.mixture else 0
+        nodes = (MAX_NODES + experts + extra_nodes) * (config.n_layer + 2)
         self.context = self.lib.context(2 * nodes, nodes)
         self.graph = self.lib.new_graph_custom(self.context, nodes, False)
 
@@ -105,6 +107,8 @@ class GraphBuilder:
     def activate(self, *inputs: int) -> int:
         """activation(gate) * up, of two tensors or side by side in one; without a gate, activation(up)."""
         lib, silu = self.lib, self.config.family.activation == "silu"
+        if self.config.family.activation == "oai":
+            return lib.swiglu_oai(self.context, *inputs, OAI_ALPHA, OAI_LIMIT)
         if len(inputs) == 2:
             return (lib.swiglu_split if silu else lib.geglu_split)(self.context, *inputs)
         if self.config.family.ffn == "plain":
@@ -113,7 +117,11 @@ class GraphBuilder:
 
     def expert_ffn(self, layer: int, x: int) -> int:
         """x plus the feed-forward of the layer's experts, as models/experts.py has it."""
-        return build_experts(self, layer, x)
+        return build_expert_ffn(self, layer, x)
+
+    def mixture(self, layer: int, x: int, residual: bool = True) -> int:
+        """x (if `residual`) plus what those of the layer's experts that each token chooses make of it."""
+        return build_mixture(self, layer, x, residual)
 
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         """Norm and rotate q and k, store k and v, attend. Returns [n_head * head_dim_v, T].

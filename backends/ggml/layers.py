@@ -24,7 +24,7 @@ from backends.ggml.lib import TYPE_F16
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.paged import KINDS, PADDING, PagedPools
 from backends.ggml.paged_graph import PagedGraphBuilder, Upload
-from backends.ggml.weights import Progress, Weights
+from backends.ggml.weights import Progress, Weights, is_matrix
 from quant.blocks import dequantize
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES, row_bytes
@@ -59,7 +59,7 @@ class DeviceLayers:
         held = [n for n in names if n != EMBEDDING or n == head or (lookup and not self._host_lookup)]
         for name in held:
             info = gguf.tensors[name]
-            multiplied = len(info.shape) > 1 and (name != EMBEDDING or name == head)
+            multiplied = is_matrix(info) and (name != EMBEDDING or name == head)
             can = can_multiply if len(info.shape) == 2 else can_multiply_experts
             if multiplied and not can(device, info.type):
                 kind = GGML_TYPES[info.type].name
@@ -85,16 +85,16 @@ class DeviceLayers:
         """
         c, device = self._config, self._device
         shape = (device, c.head_dim_k, c.head_dim_v, c.n_head, c.n_head_kv)
-        cap = c.attention_softcap
+        extras = (c.attention_softcap, c.family.sinks)
         sure = keys == values or device.info.backend != endpoint.BACKEND  # it says yes to everything
-        if sure and can_flash_attend(*shape, keys, values, cap):
+        if sure and can_flash_attend(*shape, keys, values, *extras):
             return True, False
         unpacked = {kind for kind in (keys, values) if kind != TYPE_F16}
         for kind in unpacked:
             if not can_look_up(device, kind):
                 name = GGML_TYPES[kind].name.lower()
                 raise DeviceError(f"device {device.info.name}: cannot attend keys or values kept as {name}")
-        return bool(unpacked) and can_flash_attend(*shape, TYPE_F16, TYPE_F16, cap), bool(unpacked)
+        return bool(unpacked) and can_flash_attend(*shape, TYPE_F16, TYPE_F16, *extras), bool(unpacked)
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
         in_place = not self.unpacks

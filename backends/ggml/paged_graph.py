@@ -27,6 +27,7 @@ from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64
 from backends.ggml.models.config import ModelConfig, Rope
 from backends.ggml.models.rope import Yarn
+from backends.ggml.models.tensors import has_head_norms
 from backends.ggml.paged import PagedPools, block_rows, heads_of_tokens, move_view, token_rows
 from backends.ggml.weights import Weights
 
@@ -120,9 +121,10 @@ class PagedGraphBuilder(GraphBuilder):
         q = lib.reshape_2d(ctx, q, c.n_head * c.head_dim_k, self.rows)
         if self._order is not None:
             q = lib.get_rows(ctx, q, self._order)
+        sinks = self.weights.tensor(f"blk.{layer}.attn_sinks.weight") if c.family.sinks else None
         result, at = None, 0
         for inputs in self._parts:
-            attended = self._attend(inputs, group, q, at, stored, (keys, values))
+            attended = self._attend(inputs, group, q, at, stored, (keys, values), sinks)
             result = attended if result is None else lib.concat(ctx, result, attended, 1)
             at += inputs.part.sequences * inputs.part.rows
         assert result is not None
@@ -143,7 +145,7 @@ class PagedGraphBuilder(GraphBuilder):
         """[dim, heads, T], normed where the family does, rotated by the rows' positions."""
         lib, ctx, c = self.lib, self.context, self.config
         x = lib.reshape_3d(ctx, x, c.head_dim_k, heads, self.rows)
-        if c.family.qk_norm == "heads":
+        if has_head_norms(c, layer):
             x = self.norm(x, f"blk.{layer}.{norm}.weight")
         if rope is None:
             return x
@@ -174,7 +176,14 @@ class PagedGraphBuilder(GraphBuilder):
         return stored
 
     def _attend(
-        self, inputs: _PartInputs, group: int, q: int, at: int, stored: Sequence[int], pools: Sequence[int]
+        self,
+        inputs: _PartInputs,
+        group: int,
+        q: int,
+        at: int,
+        stored: Sequence[int],
+        pools: Sequence[int],
+        sinks: int | None,
     ) -> int:
         """[n_head * head_dim_v, sequences * rows] of a part whose queries begin at row `at`."""
         c, part, lib, ctx = self.config, inputs.part, self.lib, self.context
@@ -202,11 +211,15 @@ class PagedGraphBuilder(GraphBuilder):
                 ctx, queries, keys, values, mask, c.attention_scale, 0.0, c.attention_softcap
             )
             lib.flash_attn_ext_set_prec(out, PRECISION_F32)
+            if sinks is not None:
+                lib.flash_attn_ext_add_sinks(out, sinks)
         else:
             scores, scale = lib.mul_mat(ctx, keys, queries), c.attention_scale
             if c.attention_softcap:
                 scores, scale = self.soft_capped(self.scaled(scores, scale), c.attention_softcap), 1.0
             scores = lib.soft_max_ext(ctx, scores, mask, scale, 0.0)
+            if sinks is not None:
+                lib.soft_max_add_sinks(scores, sinks)
             out = lib.mul_mat(ctx, lib.cont(ctx, values), scores)
             out = lib.cont(ctx, lib.permute(ctx, out, 0, 2, 1, 3))
         return lib.reshape_2d(ctx, out, c.n_head * c.head_dim_v, part.sequences * part.rows)

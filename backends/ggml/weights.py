@@ -19,6 +19,11 @@ MAPPED_FROM = 256 << 10
 Progress = Callable[[int], None]  # called with bytes done since the last call
 
 
+def is_matrix(info: TensorInfo) -> bool:
+    """Whether something is multiplied by the tensor; experts' biases have two dimensions too."""
+    return len(info.shape) > 1 and info.name.endswith(".weight")
+
+
 class Weights:
     """ggml tensors of the named weights on one device. `tensor(name)` gives the handle."""
 

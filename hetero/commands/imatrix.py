@@ -60,7 +60,7 @@ def collect(
     """
     if prepared.native is None:
         raise ImatrixError(f"{prepared.model.path}: libllama computes it, and shows no inputs of weights")
-    if prepared.native.n_expert:
+    if prepared.native.mixture is not None:
         raise ImatrixError(f"{prepared.model.path}: what enters experts cannot be collected")
     no_logits = np.empty(0, np.int64)
     with contextlib.ExitStack() as opened:

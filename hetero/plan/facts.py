@@ -31,8 +31,9 @@ def model_facts(
     widest activations. ValueError where the model's heads cannot be kept in `kv_types`.
     """
     heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
-    experts = config.n_expert_used * (config.n_embd + config.n_ff) or config.n_ff
-    row = LIVE_ROWS * (config.n_embd + experts + heads) * F32_BYTES
+    mixture = config.mixture
+    experts = 0 if mixture is None else mixture.used * (config.n_embd + mixture.width) + mixture.shared_width
+    row = LIVE_ROWS * (config.n_embd + max(experts, config.n_ff) + heads) * F32_BYTES
     sizes = {name: info.nbytes for name, info in gguf.tensors.items()}
     factors = rope_tensors(config)
     everywhere = sum(sizes[name] for name in factors)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 import numpy as np
+from reference_experts import mixture
 
 from backends.ggml.models import ModelConfig, Rope
 from quant.gguf import GGUFFile
@@ -50,9 +51,9 @@ def forward(
         a = _attend(q * c.attention_scale, k, v, c.layer_windows[layer]) @ w[b + "attn_output.weight"].T
         x = x + (norm(a, b + "post_attention_norm") if family.post_norms else a)
         h = norm(x, b + "ffn_norm")
-        activate = _silu if family.activation == "silu" else _gelu_of_ggml if gelu_table else _gelu
-        if c.n_expert:
-            f = mixture(h, w, b, c.n_expert_used, activate)
+        activate = silu if family.activation == "silu" else _gelu_of_ggml if gelu_table else _gelu
+        if c.mixture is not None:
+            f = mixture(h, w, b, c.mixture, activate)
         else:
             gate, up = h @ w[b + "ffn_gate.weight"].T, h @ w[b + "ffn_up.weight"].T
             f = (activate(gate) * up) @ w[b + "ffn_down.weight"].T
@@ -60,23 +61,7 @@ def forward(
     return norm(x, "output_norm") @ w.get("output.weight", w["token_embd.weight"]).T
 
 
-def mixture(
-    h: np.ndarray, w: dict[str, np.ndarray], b: str, used: int, activate: Callable[[np.ndarray], np.ndarray]
-) -> np.ndarray:
-    """Each token by its `used` most probable experts, of equals the first, weighed to a sum of one."""
-    logits = h @ w[b + "ffn_gate_inp.weight"].T
-    chances = np.exp(logits - logits.max(-1, keepdims=True))
-    out = np.zeros_like(h)
-    for token, chance in enumerate(chances):
-        ids = np.argsort(-chance, kind="stable")[:used]
-        for e in ids:
-            gate, up = (w[f"{b}ffn_{part}_exps.weight"][e] @ h[token] for part in ("gate", "up"))
-            share = chance[e] / chance[ids].sum()
-            out[token] += share * (w[b + "ffn_down_exps.weight"][e] @ (activate(gate) * up))
-    return out
-
-
-def _silu(g: np.ndarray) -> np.ndarray:
+def silu(g: np.ndarray) -> np.ndarray:
     return g / (1 + np.exp(-g))
 
 

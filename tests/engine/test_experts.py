@@ -18,7 +18,8 @@ from tiny_models import libllama_logits, random_tensor, tiny_model
 from backends.cpu import layers, matmul
 from backends.cpu.packed import packable
 from backends.ggml import layers as device_layers
-from backends.ggml.models.experts import expert_group, expert_weights
+from backends.ggml.models.experts import expert_group
+from backends.ggml.models.mixture import expert_weights
 from backends.ggml.stage import GgmlStage
 
 # Of norms, without the residual. Activations are rounded to 8 bits twice, in blocks of 32 or of 256.

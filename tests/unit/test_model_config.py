@@ -27,11 +27,13 @@ def qwen(tmp_path_factory) -> Path:
 def test_experts_are_read(llama: Path, qwen: Path, tmp_path: Path):
     for path in (llama, qwen):
         config = read_config(open_gguf(path))
-        assert (config.n_expert, config.n_expert_used, config.n_ff) == (8, 2, 128)
+        mixture = config.mixture
+        assert mixture is not None
+        assert (mixture.count, mixture.used, mixture.width, config.n_ff) == (8, 2, 128, 0)
     for count in (0, 1):  # a single expert is none
         dense = tiny_model(tmp_path / f"{count}.gguf", n_layers=1, metadata={"llama.expert_count": count})
         config = read_config(open_gguf(dense))
-        assert (config.n_expert, config.n_expert_used, config.n_ff) == (0, 0, 128)
+        assert (config.mixture, config.n_ff) == (None, 128)
 
 
 def refusal(path: Path, tmp_path: Path, changes: dict, tensors: dict | None = None) -> str:
@@ -50,7 +52,11 @@ HOSTILE = [
     ("llama", "expert_used_count", 9),
     ("llama", "expert_used_count", None),
     ("llama", "expert_used_count", [2, 3]),
-    ("llama", "expert_group_count", 2),
+    ("llama", "expert_group_count", 3),
+    ("llama", "expert_group_count", 8),
+    ("llama", "expert_gating_func", 4),
+    ("llama", "expert_weights_scale", float("nan")),
+    ("llama", "leading_dense_block_count", 2),
     ("llama", "expert_feed_forward_length", 0),
     ("llama", "expert_feed_forward_length", Typed("i32", -5)),
     ("qwen3moe", "expert_count", None),

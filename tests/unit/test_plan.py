@@ -298,7 +298,7 @@ def test_the_plan_bounds_what_plain_operators_take(tmp_path, kept: str, monkeypa
     """Of two formats side by side, as a driver would have it that attends f16 alone."""
     monkeypatch.setattr(GgmlStage, "_kind", lambda self: DeviceLayers)
     monkeypatch.setattr(DeviceChoice, "own_kernels", False)
-    monkeypatch.setattr(layers, "can_flash_attend", lambda _, *shape: len(set(shape[4:])) < 2)
+    monkeypatch.setattr(layers, "can_flash_attend", lambda _, *shape: len(set(shape[4:6])) < 2)
     path = tiny_model(tmp_path / "m.gguf", n_heads=4, n_kv_heads=2, head_dim=64, n_ctx=16384)
     settings = Settings(
         model=str(path),

@@ -35,7 +35,7 @@ def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
         return g.feed_forward(source, None, inputs, down, residual=x)
     post = [w(n) if family.post_norms else None for n in ("post_attention_norm", "post_ffw_norm")]
     x = _add(g, x, post[0], lambda residual: g.linear(attended, w("attn_output"), residual))
-    if c.n_expert:
+    if c.has_experts(layer):
         return g.expert_ffn(layer, x)
     ffn_norm = w(family.ffn_norm) if family.pre_norms else None
     return _add(g, x, post[1], lambda residual: g.feed_forward(x, ffn_norm, inputs, down, residual))

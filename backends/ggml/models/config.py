@@ -10,11 +10,11 @@ import numpy as np
 
 from backends.ggml.models.families import FAMILIES, Family
 from backends.ggml.models.metadata import Metadata, ModelError, NotNative
+from backends.ggml.models.mixture import Mixture, read_mixture
 from backends.ggml.models.rope import Rope, read_rope
 from backends.ggml.models.tensors import check_tensors, layer_tensors, optional_tensors
 from quant.gguf import GGUFFile
 
-MAX_EXPERTS = 1024  # as upstream
 VOCABULARY_KEY = "hetero.vocab_size"  # in a file without an embedding, which would say it
 
 
@@ -37,7 +37,7 @@ class ModelConfig:
     """Sizes of a model. `layer_windows[i]` is the attention window of layer i, None for all tokens, and
     `layer_ropes[i]` its RoPE, None for none.
 
-    `n_expert` is 0 where the feed-forward is a single one; else `n_ff` is the width of each expert.
+    `n_ff` is the width of feed-forwards without experts, 0 where all layers have the `mixture`.
     Scores s of attention become c tanh(s / c) with c = `attention_softcap`, 0 for none; so do logits, after
     they were multiplied by `logit_scale`. A sublayer's output is multiplied by `residual_scale` before it
     is added. `present` names what the file has of tensors that others of the family may lack.
@@ -54,8 +54,7 @@ class ModelConfig:
     head_dim_v: int
     n_ff: int
     n_vocab: int
-    n_expert: int
-    n_expert_used: int
+    mixture: Mixture | None
     norm_eps: float
     attention_scale: float
     attention_softcap: float
@@ -67,6 +66,9 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     layer_ropes: tuple[Rope | None, ...]
     present: frozenset[str]
+
+    def has_experts(self, layer: int) -> bool:
+        return self.mixture is not None and layer >= self.mixture.first_layer
 
     def rope_of(self, layer: int) -> Rope | None:
         return self.layer_ropes[layer]
@@ -96,7 +98,7 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
     n_layer = count - spare
     n_ctx_train = meta.size("context_length", 1, 1 << 30)
     heads = _heads(meta)
-    n_expert, n_expert_used = _experts(meta, family)
+    mixture = read_mixture(meta, family.mixture, n_layer)
     windows = _windows(meta, family, n_layer)
     rope = read_rope(meta, gguf.tensors, heads.n_rot, family.rope_neox, n_ctx_train)
     norm = "attention.layer_norm_rms_epsilon" if family.norm == "rms" else "attention.layer_norm_epsilon"
@@ -110,10 +112,9 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         n_head_kv=heads.n_head_kv,
         head_dim_k=heads.dim_k,
         head_dim_v=heads.dim_v,
-        n_ff=_feed_forward(meta, n_expert),
+        n_ff=0 if mixture and not mixture.first_layer else meta.size("feed_forward_length", 1, 1 << 24),
         n_vocab=_vocabulary(gguf, heads.n_embd, layers),
-        n_expert=n_expert,
-        n_expert_used=n_expert_used,
+        mixture=mixture,
         norm_eps=meta.number(norm),
         attention_scale=_attention_scale(meta, family, n_layer, heads),
         attention_softcap=_softcap(meta, "attn_logit_softcapping", family.attention_softcap),
@@ -188,25 +189,6 @@ def _ropes(
         )
         ropes.append(None if left_out or not turned else rope if window is None else windowed)
     return tuple(ropes)
-
-
-def _experts(meta: Metadata, family: Family) -> tuple[int, int]:
-    """(experts, how many of them a token uses), zeros for none; like upstream, a single one is none."""
-    required = family.experts == "required"
-    count = meta.size("expert_count", 2 if required else 0, MAX_EXPERTS, None if required else 0)
-    if count <= 1:
-        return 0, 0
-    if family.experts == "none":
-        raise meta.error("expert_count", count, "0 in this family")
-    meta.size("expert_group_count", 0, 1, 0)  # more would limit which experts go together
-    return count, meta.size("expert_used_count", 1, count)
-
-
-def _feed_forward(meta: Metadata, n_expert: int) -> int:
-    """Width of the feed-forward, or of each expert's."""
-    if n_expert and meta.get("expert_feed_forward_length") is not None:
-        return meta.size("expert_feed_forward_length", 1, 1 << 24)
-    return meta.size("feed_forward_length", 1, 1 << 24)
 
 
 def _attention_scale(meta: Metadata, family: Family, n_layer: int, heads: _Heads) -> float:

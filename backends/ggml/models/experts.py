@@ -1,38 +1,23 @@
 """The feed-forward of a mixture of experts, in plain ggml operators.
 
-    p = softmax(router norm(x));  the U most probable experts of a token (of equals the lowest id) are used
-    x + sum over them of  p_e / (sum of their p)  *  down_e(activation(gate_e norm(x)) * up_e norm(x))
+    x + sum over the chosen experts e of  share_e * (down_e(activation(gate_e norm(x), up_e norm(x))))
+      + perhaps that of one more expert, which all tokens share
 
-Source: Mixtral (arXiv 2401.04088), Qwen3 (arXiv 2505.09388); build_moe_ffn of llama.cpp. ggml sorts stably
-up to 16 experts only; beyond, which of equals is used is up to the device.
+What is chosen and how it is weighed: mixture.py. Experts' matrices may have biases. Source: build_moe_ffn of
+llama.cpp. ggml sorts stably up to 16 experts only; beyond, which of equals is used is up to the device.
 """
 
 from __future__ import annotations
 
 import re
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING
 
 from backends.ggml.lib import WORD_NB, word_of
+from backends.ggml.models.mixture import SMALLEST_SUM, Mixture, expert_weights
+from backends.ggml.models.tensors import bias_of
 
 if TYPE_CHECKING:
     from backends.ggml.graph import GraphBuilder
-
-SMALLEST_SUM = 2.0**-14  # of the used experts' probabilities, so that nothing is divided by zero
-
-
-class ExpertWeights(NamedTuple):
-    """Tensor names of one layer; gate, up and down are [row length, rows, experts]."""
-
-    norm: str
-    router: str
-    gate: str
-    up: str
-    down: str
-
-
-def expert_weights(layer: int) -> ExpertWeights:
-    names = ("norm", "gate_inp", "gate_exps", "up_exps", "down_exps")
-    return ExpertWeights(*(f"blk.{layer}.ffn_{name}.weight" for name in names))
 
 
 def expert_group(name: str) -> tuple[str, ...]:
@@ -41,20 +26,38 @@ def expert_group(name: str) -> tuple[str, ...]:
     return expert_weights(int(match[1]))[1:] if match else ()
 
 
-def build_experts(g: GraphBuilder, layer: int, x: int) -> int:
+def build_expert_ffn(g: GraphBuilder, layer: int, x: int) -> int:
     """[n_embd, T] for x [n_embd, T]."""
-    lib, ctx, c, w = g.lib, g.context, g.config, expert_weights(layer)
-    used, rows = c.n_expert_used, g.rows_of(x)
+    y = g.mixture(layer, x)
+    m = g.config.mixture
+    assert m is not None
+    if not m.shared:
+        return y
+    norm, scale = expert_weights(layer, g.config.family.ffn_norm).norm, g.config.residual_scale
+    gate, up, down = (f"blk.{layer}.ffn_{name}_shexp.weight" for name in ("gate", "up", "down"))
+    if not m.options.shared_gate and scale == 1.0:
+        return g.feed_forward(x, norm, (gate, up), down, residual=y)
+    shared = g.scaled(g.feed_forward(x, norm, (gate, up), down, residual=None), scale)
+    if not m.options.shared_gate:
+        return g.add(y, shared)
+    lib, ctx = g.lib, g.context
+    weight = g.weights.tensor(f"blk.{layer}.ffn_gate_inp_shexp.weight")
+    # a sum of products, not a matrix of one row: ggml's kernels for those look at the rows beside
+    share = lib.sigmoid(ctx, lib.sum_rows(ctx, lib.mul(ctx, g.norm(x, norm), weight)))
+    return g.add(y, lib.mul(ctx, shared, share))
+
+
+def build_mixture(g: GraphBuilder, layer: int, x: int, residual: bool) -> int:
+    """What its experts make of x, [n_embd, T]; with `residual` plus x."""
+    lib, ctx, c, m = g.lib, g.context, g.config, g.config.mixture
+    assert m is not None
+    w, rows = expert_weights(layer, c.family.ffn_norm), g.rows_of(x)
     normed = g.norm(x, w.norm)
-    chances = lib.soft_max(ctx, g.linear(normed, w.router))
-    ids = lib.argsort_top_k(ctx, chances, used)
-    chosen = lib.get_rows(ctx, lib.reshape_3d(ctx, chances, 1, c.n_expert, rows), ids)
-    chosen = lib.reshape_2d(ctx, chosen, used, rows)
-    total = lib.clamp(ctx, lib.sum_rows(ctx, chosen), SMALLEST_SUM, float("inf"))
-    shares = lib.reshape_3d(ctx, lib.div(ctx, chosen, total), 1, used, rows)
+    ids, shares = _route(g, m, layer, g.linear(normed, w.router))
 
     def multiply(weight: str, inputs: int) -> int:
-        return lib.mul_mat_id(ctx, g.weights.tensor(weight), inputs, ids)
+        y = lib.mul_mat_id(ctx, g.weights.tensor(weight), inputs, ids)
+        return lib.add_id(ctx, y, g.weights.tensor(bias_of(weight)), ids) if m.options.biases else y
 
     normed = lib.reshape_3d(ctx, normed, c.n_embd, 1, rows)
     active = g.activate(multiply(w.gate, normed), multiply(w.up, normed))
@@ -62,9 +65,45 @@ def build_experts(g: GraphBuilder, layer: int, x: int) -> int:
     to_slot, to_row, size = (word_of(outputs, WORD_NB + i) for i in (1, 2, 3))
     slots = [
         lib.view_4d(ctx, outputs, c.n_embd, rows, 1, 1, to_row, size, size, slot * to_slot)
-        for slot in range(used)
+        for slot in range(m.used)
     ]
-    summed = slots[0]
-    for slot in slots[1:]:
+    summed = slots.pop(0)
+    for slot in slots:
         summed = g.add(summed, slot)
-    return g.add(summed, x)
+    return g.add(summed, x) if residual else lib.cont(ctx, summed)
+
+
+def _route(g: GraphBuilder, m: Mixture, layer: int, logits: int) -> tuple[int, int]:
+    """Ids of the chosen experts int32 [used, T], and their shares [1, used, T]."""
+    lib, ctx, rows = g.lib, g.context, g.rows_of(logits)
+    chances = logits
+    if m.gating != "chosen":
+        chances = (lib.soft_max if m.gating == "softmax" else lib.sigmoid)(ctx, logits)
+    scores = chances
+    if m.options.selection_bias:
+        scores = g.add(scores, g.weights.tensor(f"blk.{layer}.exp_probs_b.bias"))
+    if m.groups > 1:
+        scores = _keep_groups(g, m, scores)
+    ids = lib.argsort_top_k(ctx, scores, m.used)
+    shares = lib.get_rows(ctx, lib.reshape_3d(ctx, chances, 1, m.count, rows), ids)
+    shares = lib.reshape_2d(ctx, shares, m.used, rows)
+    if m.gating == "chosen":
+        shares = lib.soft_max(ctx, shares)
+    if m.normed:
+        total = lib.clamp(ctx, lib.sum_rows(ctx, shares), SMALLEST_SUM, float("inf"))
+        shares = lib.div(ctx, shares, total)
+    return ids, lib.reshape_3d(ctx, g.scaled(shares, m.scale * g.config.residual_scale), 1, m.used, rows)
+
+
+def _keep_groups(g: GraphBuilder, m: Mixture, scores: int) -> int:
+    """Minus infinity for the experts of all groups but those whose two best have the highest sums."""
+    lib, ctx, rows, size = g.lib, g.context, g.rows_of(scores), m.count // m.groups
+    grouped = lib.reshape_3d(ctx, scores, size, m.groups, rows)
+    best = lib.get_rows(
+        ctx, lib.reshape_4d(ctx, scores, 1, size, m.groups, rows), lib.argsort_top_k(ctx, grouped, 2)
+    )
+    sums = lib.sum_rows(ctx, lib.reshape_3d(ctx, best, 2, m.groups, rows))
+    kept = lib.argsort_top_k(ctx, lib.reshape_2d(ctx, sums, m.groups, rows), m.groups_used)
+    rest = lib.fill(ctx, grouped, float("-inf"))
+    kept_scores = lib.set_rows(ctx, rest, lib.get_rows(ctx, grouped, kept), kept)
+    return lib.reshape_2d(ctx, kept_scores, m.count, rows)

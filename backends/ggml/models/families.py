@@ -5,17 +5,20 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from backends.ggml.models.mixture import MixtureOptions
+
 
 @dataclass(frozen=True, slots=True)
 class Family:
     """Options of the transformer block in `block.py`. Biases are none: where a file has them, they are added.
 
     `models`: who uses it, for people. `rope_neox`: rotate pairs (i, i + n_rot / 2) instead of (2i, 2i + 1).
-    `norm`: "rms" or "layer" (mean removed). `qk_norm`: RMS norm before RoPE, of each query and key head or of
-    the whole row. `pre_norms`, `post_norms`: of what enters a sublayer, of what leaves it. `ffn_norm`: name
-    of the feed-forward's pre-norm. `parallel`: attention and feed-forward both read the block's one norm.
-    `activation`: "silu" or "gelu" (tanh form); `ffn`: "gated" (activation(gate) * up), "fused" (the same,
-    gate and up in one matrix), "plain" (no gate). `scale_embeddings`: by sqrt(n_embd).
+    `norm`: "rms" or "layer" (mean removed). `qk_norm`: RMS norm before RoPE, of each query and key head, of
+    the whole row, or of heads where the file has weights for it. `pre_norms`, `post_norms`: of what enters a
+    sublayer, of what leaves it. `ffn_norm`: name of the feed-forward's pre-norm. `parallel`: attention and
+    feed-forward both read the block's one norm. `activation`: "silu", "gelu" (tanh form) or "oai" (of
+    gpt-oss); `ffn`: "gated" (activation(gate) * up), "fused" (the same, gate and up in one matrix), "plain"
+    (no gate). `scale_embeddings`: by sqrt(n_embd).
     `window_pattern`: every n-th layer attends everything, the others a sliding window, when the file gives a
     window but no pattern (0: the family has no windows); `window`: its size when the file does not say (0:
     none). `window_rope_base`: RoPE base of the windowed layers when the file does not say, None: that of the
@@ -23,19 +26,20 @@ class Family:
     `no_rope`: layers without RoPE: every fourth, those without a window, or all if the file switches it off.
     `wide_layers`: with so many layers, queries are scaled by the square root of n_embd / n_head.
     `attention_softcap`, `logit_softcap`: where the file does not say. `divide_logits`: by the file's logit
-    scale; else they are multiplied. `experts`: whether the feed-forward may be, or must be, a mixture.
+    scale; else they are multiplied. `mixture`: what the family's mixtures of experts have, None if it has
+    none. `sinks`: attention has a sink for each head.
     """
 
     architecture: str
     models: str
     rope_neox: bool
     norm: Literal["rms", "layer"] = "rms"
-    qk_norm: Literal["none", "heads", "row"] = "none"
+    qk_norm: Literal["none", "heads", "row", "file"] = "none"
     pre_norms: bool = True
     post_norms: bool = False
     ffn_norm: str = "ffn_norm"
     parallel: bool = False
-    activation: Literal["silu", "gelu"] = "silu"
+    activation: Literal["silu", "gelu", "oai"] = "silu"
     ffn: Literal["gated", "fused", "plain"] = "gated"
     scale_embeddings: bool = False
     window_pattern: int = 0
@@ -47,7 +51,8 @@ class Family:
     attention_softcap: float = 0.0
     logit_softcap: float = 0.0
     divide_logits: bool = False
-    experts: Literal["none", "optional", "required"] = "none"
+    mixture: MixtureOptions | None = None
+    sinks: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -57,12 +62,29 @@ FAMILIES: dict[str, Family] = {
             "llama",
             "Llama 2 to 3.x, Mistral, SmolLM, Yi and others; Mixtral",
             rope_neox=False,
-            experts="optional",
+            mixture=MixtureOptions(required=False),
         ),
-        Family("mistral3", "Ministral 3, Mistral Small 3", rope_neox=False, experts="optional"),
+        Family(
+            "mistral3",
+            "Ministral 3, Mistral Small 3",
+            rope_neox=False,
+            mixture=MixtureOptions(required=False),
+        ),
         Family("qwen2", "Qwen 1.5 to 2.5", rope_neox=True),
         Family("qwen3", "Qwen 3", rope_neox=True, qk_norm="heads"),
-        Family("qwen3moe", "Qwen 3 with experts", rope_neox=True, qk_norm="heads", experts="required"),
+        Family(
+            "qwen2moe",
+            "Qwen 1.5 and 2 with experts",
+            rope_neox=True,
+            mixture=MixtureOptions(divided=True, normed=False, shared=True, shared_gate=True),
+        ),
+        Family(
+            "qwen3moe",
+            "Qwen 3 with experts",
+            rope_neox=True,
+            qk_norm="heads",
+            mixture=MixtureOptions(divided=True),
+        ),
         Family(
             "gemma2",
             "Gemma 2",
@@ -91,7 +113,32 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("phi3", "Phi 3 to 4", rope_neox=True, ffn="fused"),
         Family("granite", "Granite 3 to 4", rope_neox=False, no_rope="switch", divide_logits=True),
+        Family(
+            "granitemoe",
+            "Granite 3 with experts",
+            rope_neox=False,
+            divide_logits=True,
+            mixture=MixtureOptions(shared=True),
+        ),
         Family("glm4", "GLM 4 (2024-04-14)", rope_neox=False, post_norms=True, ffn="fused"),
+        Family(
+            "glm4moe",
+            "GLM 4.5 to 4.7",
+            rope_neox=True,
+            qk_norm="file",
+            ffn_norm="post_attention_norm",
+            mixture=MixtureOptions(gating="sigmoid", normed=None, shared=True, selection_bias=True),
+        ),
+        Family(
+            "gpt-oss",
+            "gpt-oss",
+            rope_neox=True,
+            ffn_norm="post_attention_norm",
+            activation="oai",
+            window_pattern=2,
+            mixture=MixtureOptions(gating="chosen", normed=False, biases=True),
+            sinks=True,
+        ),
         Family(
             "starcoder2",
             "StarCoder 2",

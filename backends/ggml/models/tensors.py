@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 
 from backends.ggml.lib import TYPE_F32
 from backends.ggml.models.metadata import ModelError
+from backends.ggml.models.mixture import expert_weights
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
 
@@ -20,8 +21,9 @@ Shapes = dict[str, tuple[int, ...]]  # by name; row length first
 
 
 def optional_tensors(names: Iterable[str]) -> frozenset[str]:
-    """Of a file's tensors those that decide how the graph is built: biases, and q, k and v in one matrix."""
-    return frozenset(n for n in names if n.endswith((".bias", f".{FUSED_QKV}.weight")))
+    """Those of a file's tensors that decide how the graph is built: biases, fused q, k, v, norms of heads."""
+    ends = (".bias", f".{FUSED_QKV}.weight", ".attn_q_norm.weight", ".attn_k_norm.weight")
+    return frozenset(n for n in names if n.endswith(ends))
 
 
 def bias_of(weight: str) -> str:
@@ -31,14 +33,27 @@ def bias_of(weight: str) -> str:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     """A block's tensors by name, as blk.3.attn_q.weight."""
-    shapes = _attention(config, layer) | _feed_forward(config) | _norms(config)
+    shapes = _attention(config, layer) | _norms(config)
+    shapes |= _mixture(config) if config.has_experts(layer) else _feed_forward(config)
     found: Shapes = {}
     for name, shape in shapes.items():
         weight = f"blk.{layer}.{name}.weight"
         found[weight] = shape
         if bias_of(weight) in config.present and (len(shape) > 1 or config.family.norm == "layer"):
             found[bias_of(weight)] = shape[1:] or shape
+    mixture = config.mixture
+    if config.has_experts(layer) and mixture is not None and mixture.options.selection_bias:
+        found[f"blk.{layer}.exp_probs_b.bias"] = (mixture.count,)
+    if mixture is not None and mixture.options.biases:
+        found |= {bias_of(weight): found[weight][1:] for weight in expert_weights(layer)[1:]}
     return found
+
+
+def mixture_tensors(config: ModelConfig, layer: int) -> list[str]:
+    """Names of what a layer's chosen experts need: the norm before them, the router, matrices and biases."""
+    names = expert_weights(layer, config.family.ffn_norm)
+    biases = {*map(bias_of, names), f"blk.{layer}.exp_probs_b.bias"}
+    return [name for name in layer_tensors(config, layer) if name in names or name in biases]
 
 
 def end_tensors(config: ModelConfig, names: Iterable[str], first: bool, last: bool) -> Shapes:
@@ -71,7 +86,9 @@ def _attention(c: ModelConfig, layer: int) -> Shapes:
     else:
         shapes = {"attn_q": (c.n_embd, q), "attn_k": (c.n_embd, k), "attn_v": (c.n_embd, v)}
     shapes["attn_output"] = (c.n_head * c.head_dim_v, c.n_embd)
-    if c.family.qk_norm == "heads":
+    if c.family.sinks:
+        shapes["attn_sinks"] = (c.n_head,)
+    if has_head_norms(c, layer):
         shapes |= {"attn_q_norm": (c.head_dim_k,), "attn_k_norm": (c.head_dim_k,)}
     elif c.family.qk_norm == "row":
         shapes |= {"attn_q_norm": (q,), "attn_k_norm": (k,)}
@@ -83,14 +100,31 @@ def has_fused_qkv(c: ModelConfig, layer: int) -> bool:
     return f"blk.{layer}.{FUSED_QKV}.weight" in c.present
 
 
+def has_head_norms(c: ModelConfig, layer: int) -> bool:
+    """Whether a layer's query and key heads are normed, each by itself."""
+    if c.family.qk_norm == "file":
+        return f"blk.{layer}.attn_q_norm.weight" in c.present
+    return c.family.qk_norm == "heads"
+
+
+def _mixture(c: ModelConfig) -> Shapes:
+    m = c.mixture
+    assert m is not None
+    shapes: Shapes = {
+        "ffn_gate_inp": (c.n_embd, m.count),
+        "ffn_gate_exps": (c.n_embd, m.width, m.count),
+        "ffn_up_exps": (c.n_embd, m.width, m.count),
+        "ffn_down_exps": (m.width, c.n_embd, m.count),
+    }
+    if m.shared:
+        shapes["ffn_gate_shexp"] = shapes["ffn_up_shexp"] = (c.n_embd, m.shared_width)
+        shapes["ffn_down_shexp"] = (m.shared_width, c.n_embd)
+    if m.options.shared_gate:
+        shapes["ffn_gate_inp_shexp"] = (c.n_embd,)
+    return shapes
+
+
 def _feed_forward(c: ModelConfig) -> Shapes:
-    if c.n_expert:
-        return {
-            "ffn_gate_inp": (c.n_embd, c.n_expert),
-            "ffn_gate_exps": (c.n_embd, c.n_ff, c.n_expert),
-            "ffn_up_exps": (c.n_embd, c.n_ff, c.n_expert),
-            "ffn_down_exps": (c.n_ff, c.n_embd, c.n_expert),
-        }
     up = 2 * c.n_ff if c.family.ffn == "fused" else c.n_ff
     gate: Shapes = {"ffn_gate": (c.n_embd, c.n_ff)} if c.family.ffn == "gated" else {}
     return {**gate, "ffn_up": (c.n_embd, up), "ffn_down": (c.n_ff, c.n_embd)}
@@ -141,7 +175,9 @@ __all__ = [
     "check_tensors",
     "end_tensors",
     "has_fused_qkv",
+    "has_head_norms",
     "layer_tensors",
+    "mixture_tensors",
     "optional_tensors",
     "rope_tensors",
 ]
