@@ -185,11 +185,13 @@ def tiny_experts(
     expert_type: str = "",
     metadata: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
+    head_norms: bool = False,
 ) -> Path:
     """Write a random model of one of LAYERS' families and return `path`.
 
     `expert_type`: of the experts' matrices, where not `weight_type`. `metadata`: keys without the family's
-    name. `without`: tensors of each layer that are left out, by the end of their names.
+    name, None for one that is left out. `without`: tensors of each layer that are left out, by the end of
+    their names. `head_norms`: queries and keys have norms, which the family's others may lack.
     """
     s = sizes or Sizes()
     w = Writer(s, seed, weight_type, expert_type or weight_type)
@@ -210,7 +212,7 @@ def tiny_experts(
     }
     keys |= _own_metadata(arch, s) | (metadata or {})
     values = {"general.architecture": arch, "general.name": f"tiny random {arch}"}
-    values |= {f"{arch}.{key}": value for key, value in keys.items()} | bpe_vocab()
+    values |= {f"{arch}.{key}": value for key, value in keys.items() if value is not None} | bpe_vocab()
     n_vocab = len(values["tokenizer.ggml.tokens"])
     tensors: dict[str, Tensor] = {
         "token_embd.weight": random_tensor(w.rng, (n_vocab, s.embd), "F32", 0.3),
@@ -218,7 +220,7 @@ def tiny_experts(
         "output.weight": w.weight(n_vocab, s.embd),
     }
     for layer in range(keys["block_count"]):
-        made = LAYERS[arch](w, layer)
+        made = LAYERS[arch](w, layer) | (w.head_norms() if head_norms else {})
         kept = [name for name in made if not name.endswith(without or "\0")]
         tensors |= {f"blk.{layer}.{name}": made[name] for name in kept}
     return write_gguf(path, values, tensors)

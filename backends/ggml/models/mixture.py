@@ -37,8 +37,8 @@ class MixtureOptions:
     divide that of a dense feed-forward among those that a token uses. `normed`: shares are divided by their
     sum, None where the file says. `gating`: where the file does not say. `shared`: whether one more expert
     may serve all tokens; `shared_gate`: its output is weighed with the sigmoid of a product.
-    `selection_bias`: a bias chooses experts but does not weigh them. `biases`: of the router and of the
-    experts' matrices.
+    `selection_bias`: a bias chooses experts but does not weigh them. `biases`: of the experts'
+    matrices.
     """
 
     required: bool = True

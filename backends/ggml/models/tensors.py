@@ -45,7 +45,7 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     if config.has_experts(layer) and mixture is not None and mixture.options.selection_bias:
         found[f"blk.{layer}.exp_probs_b.bias"] = (mixture.count,)
     if mixture is not None and mixture.options.biases:
-        found |= {bias_of(weight): found[weight][1:] for weight in expert_weights(layer)[1:]}
+        found |= {bias_of(weight): found[weight][1:] for weight in expert_weights(layer)[2:]}
     return found
 
 
