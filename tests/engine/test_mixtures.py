@@ -22,13 +22,14 @@ from backends.ggml.models.tensors import has_head_norms
 UNDECIDED = {"kernels": 0.04, "products": 0.04, "flash": 0.15}
 WIDTH, SHARED_WIDTH = "expert_feed_forward_length", "expert_shared_feed_forward_length"
 NO_WIDTHS = {WIDTH: None, SHARED_WIDTH: None}
+FEW = Sizes(layers=2, experts=4, used=2)
 GROUPS = {"expert_group_count": 4, "expert_group_used_count": 2}
 VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
-    "llama": ("llama", {"seed": 2}),
+    "llama": ("llama", {"sizes": FEW}),
     "llama-groups": ("llama", {"metadata": GROUPS}),
     "qwen2moe": ("qwen2moe", {}),
     "qwen2moe-widths": ("qwen2moe", {"metadata": NO_WIDTHS, "sizes": Sizes(dense=64, used=2)}),
-    "qwen3moe": ("qwen3moe", {"seed": 2}),
+    "qwen3moe": ("qwen3moe", {"sizes": FEW}),
     "granitemoe": ("granitemoe", {}),
     "granitemoe-alone": (
         "granitemoe",
