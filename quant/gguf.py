@@ -17,16 +17,8 @@ from typing import BinaryIO
 
 import numpy as np
 
-from quant.gguf_head import (
-    MAGIC,
-    MAX_ALIGNMENT,
-    ArrayValue,
-    GGUFError,
-    Head,
-    HeadParser,
-    LazyArray,
-    TensorInfo,
-)
+from quant.gguf_arrays import ArrayValue, LazyArray
+from quant.gguf_head import MAGIC, MAX_ALIGNMENT, GGUFError, Head, HeadParser, TensorInfo
 from quant.split import part_ending
 
 __all__ = ["MAX_ALIGNMENT", "ArrayValue", "GGUFError", "GGUFFile", "LazyArray", "TensorInfo", "open_gguf"]

@@ -14,12 +14,23 @@ from __future__ import annotations
 
 import re
 import struct
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
 
-import numpy as np
-
+from quant.gguf_arrays import (
+    ARRAY,
+    BOOL,
+    READ_U32,
+    READ_U64,
+    STRING,
+    STRUCTS,
+    TYPE_NAMES,
+    U16,
+    ArrayValue,
+    LazyArray,
+    decode_array,
+)
 from quant.types import GGML_TYPES, row_bytes
 
 MAGIC = b"GGUF"
@@ -34,16 +45,7 @@ MAX_NAME_BYTES = 63  # GGML_MAX_NAME less its terminator
 MAX_DIMS = 4
 MAX_PARTS = 0xFFFF
 LAZY_FROM = 1024  # arrays at least this long are decoded on first use
-
-# Value type ids of the format. Integers are in the machine's own byte order: a file in the other
-# order is refused, since its weights would be in that order too.
-_SCALARS = {0: "B", 1: "b", 2: "H", 3: "h", 4: "I", 5: "i", 6: "f", 7: "?", 10: "Q", 11: "q", 12: "d"}
-_STRUCTS = {t: struct.Struct("=" + f) for t, f in _SCALARS.items()}
-_DTYPES = {t: np.dtype("=" + f) if f != "?" else np.dtype("u1") for t, f in _SCALARS.items()}
-_TYPE_NAMES = ("u8", "i8", "u16", "i16", "u32", "i32", "f32", "bool", "str", "array", "u64", "i64", "f64")
-_U32, _U64 = _STRUCTS[4], _STRUCTS[10]
 _FAMILY = re.compile(r"[\w.-]{0,64}", re.ASCII)
-_U16, _BOOL, _STRING, _ARRAY = 2, 7, 8, 9
 
 
 class GGUFError(ValueError):
@@ -76,59 +78,6 @@ class Head(NamedTuple):
     all_tensors: int | None
 
 
-class ArrayValue(list):
-    """A short metadata array. `element` is the type of its elements in the file, as "i32" or "str"."""
-
-    def __init__(self, items: list, element: str):
-        super().__init__(items)
-        self.element = element
-
-
-class LazyArray(Sequence):
-    """A long metadata array, decoded as a whole on first access. Its bounds are already checked.
-
-    `element` is the type of its elements in the file, as "i32" or "str".
-    """
-
-    def __init__(self, view: memoryview, elem_type: int, count: int):
-        self._view = view
-        self._items: list | None = None
-        self.element = _TYPE_NAMES[elem_type]
-        self._elem_type = elem_type
-        self._count = count
-
-    def _decoded(self) -> list:
-        if self._items is None:
-            self._items = _decode_array(self._view, self._elem_type, self._count)
-        return self._items
-
-    def raw_strings(self) -> list[bytes]:
-        """The elements of an array of strings as they are in the file, which must be open."""
-        assert self._elem_type == _STRING
-        return _split_strings(self._view, self._count)
-
-    def release(self) -> None:
-        """Let go of the file. What was not decoded before then is lost."""
-        self._view.release()
-
-    def __len__(self) -> int:
-        return self._count
-
-    def __getitem__(self, index):
-        return self._decoded()[index]
-
-    def __iter__(self):
-        return iter(self._decoded())
-
-    def __eq__(self, other: object) -> bool:
-        return isinstance(other, Sequence) and list(self) == list(other)
-
-    __hash__ = None  # type: ignore[assignment]
-
-    def __repr__(self) -> str:
-        return f"<{self._count} x {self.element}>"
-
-
 class HeadParser:
     """One pass over the head of the file. `pos` never passes `size` before it is checked."""
 
@@ -151,7 +100,7 @@ class HeadParser:
         return value
 
     def take_string(self, what: str, max_bytes: int | None = None) -> str:
-        length = self.take(_U64, what)
+        length = self.take(READ_U64, what)
         if max_bytes is not None and not 0 < length <= max_bytes:
             raise self.fail(f"{what} has {length} bytes; it must have 1 to {max_bytes}")
         if length > self.size - self.pos:
@@ -170,13 +119,13 @@ class HeadParser:
 
     def parse(self) -> Head:
         """Everything before the tensors' data. Raises GGUFError."""
-        version = self.take(_U32, "the version")
+        version = self.take(READ_U32, "the version")
         if version not in VERSIONS:
             if version and version & 0xFFFF == 0:
                 raise self.fail("the byte order of this file does not match this machine")
             raise self.fail(f"GGUF version {version} is not supported (2 and 3 are)")
-        n_tensors = self.take(_U64, "the tensor count")
-        n_kv = self.take(_U64, "the metadata count")
+        n_tensors = self.take(READ_U64, "the tensor count")
+        n_kv = self.take(READ_U64, "the metadata count")
         left = self.size - self.pos
         if n_kv > MAX_KV or n_kv * 13 > left:
             raise self.fail(f"announces {n_kv} metadata entries, more than it can hold")
@@ -188,7 +137,7 @@ class HeadParser:
             key = self.take_string(f"the key of metadata entry {index}", MAX_KEY_BYTES)
             if key in metadata:
                 raise self.fail(f"metadata key {key!r} occurs twice")
-            types[key] = self.take(_U32, f"the type of {key!r}")
+            types[key] = self.take(READ_U32, f"the type of {key!r}")
             metadata[key] = self.take_value(key, types[key])
         alignment = self.check_metadata(metadata, types)
         infos = [self.take_tensor_info(index, alignment) for index in range(n_tensors)]
@@ -201,41 +150,41 @@ class HeadParser:
 
     def take_value(self, key: str, value_type: int) -> object:
         what = f"the value of {key!r}"
-        if value_type in _STRUCTS:
-            if value_type == _BOOL:
-                flag = self.take(_STRUCTS[0], what)
+        if value_type in STRUCTS:
+            if value_type == BOOL:
+                flag = self.take(STRUCTS[0], what)
                 if flag > 1:
                     raise self.fail(f"{key!r} is neither true nor false but {flag}")
                 return bool(flag)
-            return self.take(_STRUCTS[value_type], what)
-        if value_type == _STRING:
+            return self.take(STRUCTS[value_type], what)
+        if value_type == STRING:
             return self.take_string(what)
-        if value_type != _ARRAY:
+        if value_type != ARRAY:
             raise self.fail(f"{key!r} has the unknown type {value_type}")
-        elem_type = self.take(_U32, what)
-        count = self.take(_U64, what)
+        elem_type = self.take(READ_U32, what)
+        count = self.take(READ_U64, what)
         start = self.pos
-        if elem_type == _STRING:
+        if elem_type == STRING:
             self.skip_strings(key, count)
-        elif elem_type in _STRUCTS:
-            if count * _STRUCTS[elem_type].size > self.size - start:
+        elif elem_type in STRUCTS:
+            if count * STRUCTS[elem_type].size > self.size - start:
                 raise self.fail(f"{key!r} announces {count} elements, more than the file holds")
-            self.pos += count * _STRUCTS[elem_type].size
-        elif elem_type == _ARRAY:
+            self.pos += count * STRUCTS[elem_type].size
+        elif elem_type == ARRAY:
             raise self.fail(f"{key!r} is an array of arrays, which is not supported")
         else:
             raise self.fail(f"{key!r} is an array of the unknown type {elem_type}")
         view = self.view[start : self.pos]
         if count >= LAZY_FROM:
             return LazyArray(view, elem_type, count)
-        return ArrayValue(_decode_array(view, elem_type, count), _TYPE_NAMES[elem_type])
+        return ArrayValue(decode_array(view, elem_type, count), TYPE_NAMES[elem_type])
 
     def skip_strings(self, key: str, count: int) -> None:
         """Walk over `count` strings, checking each length. The hot loop of opening a model."""
         self.num_strings += count
         if count * 8 > self.size - self.pos or self.num_strings > MAX_STRINGS:
             raise self.fail(f"{key!r} announces {count} strings, more than the file may hold")
-        unpack, view, last, pos = _U64.unpack_from, self.view, self.size - 8, self.pos
+        unpack, view, last, pos = READ_U64.unpack_from, self.view, self.size - 8, self.pos
         for index in range(count):
             if pos > last:
                 raise self.fail(f"{key!r} is cut off at string {index} of {count}")
@@ -246,7 +195,7 @@ class HeadParser:
 
     def check_metadata(self, metadata: Mapping[str, object], types: Mapping[str, int]) -> int:
         """The alignment in bytes, once the keys that rule the rest of the file are sound."""
-        if types.get("general.architecture", _STRING) != _STRING:
+        if types.get("general.architecture", STRING) != STRING:
             raise self.fail("general.architecture is not a string")
         family = metadata.get("general.architecture", "")
         if not _FAMILY.fullmatch(str(family)):
@@ -255,7 +204,7 @@ class HeadParser:
             return DEFAULT_ALIGNMENT
         alignment = metadata["general.alignment"]
         if types["general.alignment"] != 4 or not isinstance(alignment, int):
-            name = _TYPE_NAMES[types["general.alignment"]]
+            name = TYPE_NAMES[types["general.alignment"]]
             raise self.fail(f"general.alignment must be of type u32, not {name}")
         if not 0 < alignment <= MAX_ALIGNMENT or alignment & (alignment - 1):
             raise self.fail(
@@ -281,20 +230,20 @@ class HeadParser:
                 f"split.no is {number} and split.count {count}: no part of a split model has these"
             )
         for key in ("split.no", "split.count"):
-            if types[key] != _U16:  # libllama takes nothing else for it, and aborts
-                raise self.fail(f"{key} must be of type u16, not {_TYPE_NAMES[types[key]]}")
+            if types[key] != U16:  # libllama takes nothing else for it, and aborts
+                raise self.fail(f"{key} must be of type u16, not {TYPE_NAMES[types[key]]}")
         return number, count, found["tensors.count"]
 
     def take_tensor_info(self, index: int, alignment: int) -> TensorInfo:
         """The next tensor, with its offset still relative to the data section."""
         name = self.take_string(f"the name of tensor {index}", MAX_NAME_BYTES)
         what = f"tensor {name!r}"
-        n_dims = self.take(_U32, what)
+        n_dims = self.take(READ_U32, what)
         if not 1 <= n_dims <= MAX_DIMS:
             raise self.fail(f"{what} has {n_dims} dimensions; 1 to {MAX_DIMS} are possible")
-        shape = tuple(self.take(_U64, what) for _ in range(n_dims))
-        type_id = self.take(_U32, what)
-        offset = self.take(_U64, what)
+        shape = tuple(self.take(READ_U64, what) for _ in range(n_dims))
+        type_id = self.take(READ_U32, what)
+        offset = self.take(READ_U64, what)
         if type_id not in GGML_TYPES:
             raise self.fail(f"{what} has the unknown or removed type {type_id}")
         if 0 in shape:
@@ -331,22 +280,3 @@ class HeadParser:
                 raise self.fail(f"tensors {previous.name!r} and {info.name!r} overlap")
             previous = info
         return tensors, last
-
-
-def _decode_array(view: memoryview, elem_type: int, count: int) -> list:
-    """`count` elements of a checked array as Python values."""
-    if elem_type != _STRING:
-        values = np.frombuffer(view, _DTYPES[elem_type], count)
-        return (values != 0).tolist() if elem_type == _BOOL else values.tolist()
-    return [raw.decode("utf-8", "replace") for raw in _split_strings(view, count)]
-
-
-def _split_strings(view: memoryview, count: int) -> list[bytes]:
-    """The texts of a checked array of strings."""
-    raw = bytes(view)
-    out, pos, unpack = [], 0, _U64.unpack_from
-    for _ in range(count):
-        start = pos + 8
-        pos = start + unpack(raw, pos)[0]
-        out.append(raw[start:pos])
-    return out
