@@ -53,6 +53,13 @@ class ReasoningParser:
             self._think(self._finder.finish(), parts)
         return parts + self._answer.finish()
 
+    def check_invariants(self) -> None:
+        self._finder.check_invariants()
+        if self._state == self._start:
+            assert self._open.startswith(self._held.lstrip()) and self._held.lstrip() != self._open
+        elif self._state == self._thinking:
+            assert not self._held.strip() and (self._thought or not self._held)
+
     def _start(self, text: str) -> list[Part]:
         text = self._held + text
         begun = text.lstrip()

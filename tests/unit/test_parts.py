@@ -13,9 +13,12 @@ from hetero.text.parts import (
     TextPart,
     ToolCallArguments,
     ToolCallStart,
+    capabilities,
+    marks_of,
     parser_for,
 )
 from hetero.text.tools.families import family_of
+from hetero.text.tools.scan import JsonValue, MarkFinder
 
 TOOLS = [
     {
@@ -207,7 +210,11 @@ ANSWERS = {
 
 def read(parser, pieces) -> tuple[str, str, list[tuple[str, object]]]:
     """(text, reasoning, calls) of an answer in pieces, with what every stream of parts must keep to."""
-    parts = [part for piece in pieces for part in parser.push(piece)] + parser.finish()
+    parts = []
+    for piece in pieces:
+        parts += parser.push(piece)
+        parser.check_invariants()
+    parts += parser.finish()
     text = reasoning = ""
     calls: list[tuple[str, str, str]] = []
     for part in parts:
@@ -259,8 +266,120 @@ def test_any_text_is_read_the_same_in_one_piece_and_in_many(data):
     whole, cut = [], []
     for out, texts in ((whole, ["".join(pieces)]), (cut, list("".join(pieces)))):
         parser = new_parser(template)
-        parts = [part for text in texts for part in parser.push(text)] + parser.finish()
+        parts = []
+        for text in texts:
+            parts += parser.push(text)
+            parser.check_invariants()
+        parts += parser.finish()
         for kind in (TextPart, ReasoningPart, ToolCallArguments):
             out.append("".join(part.text for part in parts if isinstance(part, kind)))
         out.append([(part.index, part.name) for part in parts if isinstance(part, ToolCallStart)])
     assert whole == cut
+
+
+def test_parts_come_as_early_as_they_are_certain():
+    parser = new_parser(HERMES)
+    assert parser.push("Let me ") == [TextPart("Let me")]
+    assert parser.push("look <") == [TextPart(" look")]  # may be the end of a tag
+    assert parser.push("b>. ") == [TextPart(" <b>.")]
+    assert parser.push('<tool_call>{"name": "get_weather"') != [] and parser.called_tools
+    assert parser.push(', "arguments": {"city": "Pa') == [ToolCallArguments(0, '{"city": "Pa')]
+    parser = new_parser(CODER)
+    parser.push("<tool_call><function=get_weather><parameter=city>")
+    assert parser.push("\nParis\n") == [ToolCallArguments(0, '"Paris')]  # this line break may be the tag's
+    parser = new_parser(QWEN3)
+    assert parser.push("<think>\nA ") == [ReasoningPart("A")] and parser.push("b</thi") == [
+        ReasoningPart(" b")
+    ]
+
+
+def test_only_the_first_call_counts_when_calls_may_not_be_parallel():
+    template, answer, (text, reasoning, calls) = ANSWERS["hermes"]
+    assert read(new_parser(template, parallel=False), [answer]) == (text, reasoning, calls[:1])
+
+
+def test_reasoning_that_the_prompt_has_begun():
+    for tail, wanted in (
+        ("assistant\n<think>\n", ("no </b>", "So it is", [])),
+        ("assistant\n<think>\n\n</think>\n\n", ("So it is </think> no </b>", "", [])),
+        ("what is <think>?<|im_end|>assistant\n", ("So it is </think> no </b>", "", [])),
+    ):
+        assert read(parser_for(QWEN3, [], tail), ["So it is </think> no </b>"]) == wanted
+    assert read(parser_for(QWEN3, [], "<think>"), ["cut off "]) == ("", "cut off", [])
+    tail = "<|start|>assistant<|channel|>final<|message|>The"
+    assert read(parser_for(HARMONY, [], tail), [" end<|return|>"]) == ("end", "", [])
+
+
+def test_without_tools_nothing_is_a_call():
+    answer = ANSWERS["hermes"][1] + " "
+    parser = parser_for(HERMES, [], "assistant\n")
+    assert [part for char in answer for part in parser.push(char)] == list(map(TextPart, answer))
+    assert parser.push("") == parser.finish() == [] and not parser.called_tools
+
+
+def test_mistral_wants_short_ids():
+    template, answer, _ = ANSWERS["mistral"]
+    starts = [part for part in new_parser(template).push(answer) if isinstance(part, ToolCallStart)]
+    assert all(len(part.id) == 9 and part.id.isalnum() for part in starts)
+
+
+def test_a_long_answer_takes_linear_time():
+    """What looks like the beginning of a call, over and over, and a large argument in small pieces."""
+    assert read(new_parser(HERMES), ["<tool_call>{" * 3000])[2] == []
+    value = "x\\n" * 60_000
+    call = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{value}"}}}}</tool_call>'
+    pieces = [call[at : at + 4] for at in range(0, len(call), 4)]
+    assert read(new_parser(HERMES), pieces)[2] == [("get_weather", {"city": json.loads(f'"{value}"')})]
+
+
+@pytest.mark.parametrize(
+    "template, wanted",
+    [
+        (None, ("completion",)),
+        (GENERIC, ("completion", "tools")),
+        (QWEN3, ("completion", "tools", "thinking")),
+        (HARMONY, ("completion", "tools", "thinking")),
+    ],
+)
+def test_what_a_model_can_do(template, wanted):
+    assert capabilities(template) == wanted
+
+
+def test_marks_are_shown_only_to_a_parser_that_looks_for_them():
+    assert "<|python_tag|>" in marks_of(LLAMA3, True) and not marks_of(LLAMA3, False)
+    assert "<|channel|>" in marks_of(HARMONY, False) and "</think>" in marks_of(QWEN3, False)
+
+
+@given(st.lists(st.text("ab<>", min_size=1, max_size=4), max_size=3), st.text("ab<>", max_size=30), st.data())
+def test_a_mark_is_found_wherever_the_text_is_cut(marks, text, data):
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
+    finder, before, found, rest = MarkFinder(marks), "", None, ""
+    for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):
+        if found is not None:
+            rest += text[start:end]
+            continue
+        piece, found, rest = finder.push(text[start:end])
+        finder.check_invariants()
+        before += piece
+    before += finder.finish()
+    assert before + (found or "") + rest == text
+    first = min((at for mark in marks if (at := text.find(mark)) >= 0), default=None)
+    assert (len(before) if found else None) == first
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.text(max_size=5),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=3), inner, max_size=3),
+)
+
+
+@given(JSON, st.text(max_size=3), st.booleans(), st.data())
+def test_the_end_of_a_value_is_found_wherever_it_is_cut(value, behind, indent, data):
+    text = json.dumps(value, ensure_ascii=False, indent=1 if indent else None)
+    all_text = text + "," + behind
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(all_text)), max_size=5)))
+    reader, read_text = JsonValue(), ""
+    for start, end in zip([0, *cuts], [*cuts, len(all_text)], strict=True):
+        if not reader.done:
+            read_text += all_text[start : reader.push(all_text[:end], start)]
+    assert reader.done and read_text == text

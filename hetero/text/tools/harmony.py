@@ -54,9 +54,10 @@ class HarmonyParser:
             if mark is not None:
                 self._begin(parts)
             elif len(self._header) > MAX_HEADER_CHARS:  # not the format at all
-                self._kind = "text"
+                header, self._header = self._header, ""
+                self._kind, self._empty = "text", True
                 self._finder = MarkFinder(ENDS)
-                self._say(self._header, parts)
+                self._say(header, parts)
         return parts
 
     def finish(self) -> list[Part]:
@@ -67,6 +68,12 @@ class HarmonyParser:
         elif "<|" not in self._header and self._header.strip() not in ("", "assistant"):
             parts.append(TextPart(self._header + rest))
         return parts
+
+    def check_invariants(self) -> None:
+        self._finder.check_invariants()
+        assert self._kind in ("", "text", "reasoning", "call")
+        assert (not self._header or not self._kind) and len(self._header) <= MAX_HEADER_CHARS
+        assert self._kind != "call" or self.called_tools
 
     def _begin(self, parts: list[Part]) -> None:
         """A header is complete."""

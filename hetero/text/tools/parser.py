@@ -107,6 +107,16 @@ class ToolParser:
             parts.append(TextPart(self._blanks))
         return parts
 
+    def check_invariants(self) -> None:
+        """What is held back is only what may yet become something else."""
+        self._finder.check_invariants()
+        assert not self._blanks.strip()
+        assert (self._reader is not None) == (self._state == self._call)
+        assert self._reader is None or not (self._reader.done or self._reader.failed)
+        assert not self._raw or not self._named or self._state != self._call
+        if self._state == self._after:
+            assert not self._raw or any(closer.startswith(self._raw) for closer in self._closers)
+
     def _say(self, text: str, parts: list[Part]) -> None:
         text = self._blanks + text
         said = text.rstrip()
