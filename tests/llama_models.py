@@ -115,4 +115,57 @@ def mamba2(path: Path, seed: int = 0) -> Path:
     return write_gguf(path, values, maker.tensors)
 
 
-FAMILIES = {"stablelm": stablelm, "mpt": mpt, "mamba2": mamba2}
+def rwkv7(path: Path, seed: int = 0) -> Path:
+    """A matrix for each head as the state, beside the last token's values."""
+    head, rank = 64, 8  # ggml's operator wants heads as wide as its vectors
+    ranks = {f"attention__{name}_lora_rank": rank for name in ("decay", "iclr", "value_residual_mix", "gate")}
+    values = _metadata("rwkv7", wkv__head_size=head, token_shift_count=2, attention__head_count=0, **ranks)
+    maker = _Maker(seed)
+    _ends(maker, len(values["tokenizer.ggml.tokens"]), bias=True)
+    maker.vectors("token_embd_norm.weight")
+    maker.vectors("token_embd_norm.bias", mean=0.0)
+    for i in range(N_LAYERS):
+        b, mix = f"blk.{i}.", f"blk.{i}.time_mix_"
+        names = ("key", "value", "receptance", "output")
+        maker.weights(**{f"blk__{i}__time_mix_{name}": (N_EMBD, N_EMBD) for name in names})
+        maker.weights(**{f"blk__{i}__time_mix_{x}1": (rank, N_EMBD) for x in "wavg"})
+        maker.weights(**{f"blk__{i}__time_mix_{x}2": (N_EMBD, rank) for x in "wavg"})
+        channel = {"channel_mix_key": (N_FF, N_EMBD), "channel_mix_value": (N_EMBD, N_FF)}
+        maker.weights(**{f"blk__{i}__{name}": shape for name, shape in channel.items()})
+        maker.vectors(*(f"{b}{name}.weight" for name in ("attn_norm", "attn_norm_2", "time_mix_ln")))
+        maker.vectors(*(f"{b}{name}.bias" for name in ("attn_norm", "attn_norm_2", "time_mix_ln")), mean=0.0)
+        maker.vectors(f"{mix}w0.weight", f"{mix}a0.weight", f"{mix}v0.weight", mean=0.0)
+        maker.vectors(f"{mix}k_k.weight", f"{mix}k_a.weight", f"{mix}r_k.weight")
+        maker.vectors(f"{mix}lerp_fused.weight", size=6 * N_EMBD, mean=0.5)
+        maker.reshape(f"{mix}lerp_fused.weight", 6, 1, 1, N_EMBD)
+        maker.vectors(f"{b}channel_mix_lerp_k.weight", mean=0.5)
+        maker.reshape(f"{b}channel_mix_lerp_k.weight", 1, 1, N_EMBD)
+    return write_gguf(path, values, maker.tensors)
+
+
+def lfm2(path: Path, seed: int = 0) -> Path:
+    """Convolutions over the last tokens in one layer, attention in the other."""
+    taps, head = 3, 16
+    values = _metadata(
+        "lfm2", shortconv__l_cache=taps, attention__head_count=4,
+        attention__head_count_kv=np.array([0, 2], np.int32),
+    )  # fmt: skip
+    maker = _Maker(seed)
+    maker.weights(token_embd=(len(values["tokenizer.ggml.tokens"]), N_EMBD))
+    maker.vectors("token_embd_norm.weight")
+    for i in range(N_LAYERS):
+        b = f"blk__{i}__"
+        maker.weights(**{
+            f"{b}ffn_gate": (N_FF, N_EMBD), f"{b}ffn_up": (N_FF, N_EMBD), f"{b}ffn_down": (N_EMBD, N_FF),
+        })  # fmt: skip
+        maker.vectors(f"blk.{i}.attn_norm.weight", f"blk.{i}.ffn_norm.weight")
+    maker.weights(**{
+        "blk__0__shortconv__conv": (N_EMBD, taps), "blk__0__shortconv__in_proj": (3 * N_EMBD, N_EMBD),
+        "blk__0__shortconv__out_proj": (N_EMBD, N_EMBD), "blk__1__attn_q": (64, N_EMBD),
+        "blk__1__attn_k": (32, N_EMBD), "blk__1__attn_v": (32, N_EMBD), "blk__1__attn_output": (N_EMBD, 64),
+    })  # fmt: skip
+    maker.vectors("blk.1.attn_q_norm.weight", "blk.1.attn_k_norm.weight", size=head)
+    return write_gguf(path, values, maker.tensors)
+
+
+FAMILIES = {"stablelm": stablelm, "mpt": mpt, "mamba2": mamba2, "rwkv7": rwkv7, "lfm2": lfm2}

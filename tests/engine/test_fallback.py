@@ -28,7 +28,7 @@ from hetero.settings import Settings
 from quant.gguf import open_gguf
 
 BLOCKS, MAX_TOKENS = 64, 64
-STATES = {"mamba2"}
+STATES = {"mamba2", "rwkv7", "lfm2"}
 
 
 @pytest.fixture(scope="module", params=sorted(FAMILIES))
@@ -180,10 +180,8 @@ def test_concurrent_requests_have_the_text_of_libllama(model: Path, serve: Calla
     assert counters["recomputed_tokens"] == 0
 
 
-def test_the_server_outlives_libllama(model: Path, serve: Callable[..., Served]) -> None:
-    if model.stem != "stablelm":
-        pytest.skip("one family is enough")
-    served = serve(model)
+def test_the_server_outlives_libllama(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    served = serve(FAMILIES["stablelm"](tmp_path / "m.gguf"))
     served.ask("before", [5, 6, 7])
     served.finish()
     (child,) = [p for p in psutil.Process().children() if "spawn_main" in " ".join(p.cmdline())]
