@@ -47,7 +47,7 @@ def resolve(
     except OSError as exc:
         raise ModelError(f"{model[:200]}: {exc.strerror or exc}") from None
     if looks_like_path(model):
-        raise ModelError(f"{model}: no such file")
+        raise ModelError(f"{model}: no such file; hetero models lists the models that are there")
     found = resolve_name(model, folder)
     if found is None:
         known = ", ".join(list_names(folder)[:8])

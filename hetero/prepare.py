@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING
 
 from backends.base import DeviceInfo, StageBackend, StageLost
 from backends.ggml.lib import GgmlError
-from backends.ggml.models import FAMILIES, ModelConfig, read_config
+from backends.ggml.models import ModelConfig, NotNative, read_config
 from backends.ggml.models import ModelError as ConfigError
 from backends.llama.config import LlamaConfig, read_llama_config
 from hetero.models import ModelError, ResolvedModel, resolve
@@ -129,9 +129,15 @@ def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tupl
 
 def _read_config(gguf: GGUFFile, settings: Settings) -> ModelConfig | LlamaConfig:
     """For a graph of ours where there is one for the family, else for libllama."""
-    if settings.engine == "llama" or gguf.architecture not in FAMILIES:
+    if settings.engine == "llama":
         return read_llama_config(gguf)
-    return read_config(gguf)
+    try:
+        return read_config(gguf)
+    except NotNative:
+        return read_llama_config(gguf)
+    except ConfigError as exc:
+        remedy = "download the file again, or let libllama try it with --engine llama"
+        raise ConfigError(f"{exc}; {remedy}") from None
 
 
 @contextmanager

@@ -23,6 +23,8 @@ from quant.split import part_ending
 
 __all__ = ["MAX_ALIGNMENT", "ArrayValue", "GGUFError", "GGUFFile", "LazyArray", "TensorInfo", "open_gguf"]
 
+_MIXED = "the parts are not of one model: download them again"
+
 
 class _Part:
     """One mapped file with its head."""
@@ -161,8 +163,12 @@ def _open_part(path: Path, what: str = "") -> _Part:
         if file is not None:
             file.close()
         reason = getattr(error, "strerror", None) or str(error)
-        if reason != "not a GGUF file":
+        if reason == "not a GGUF file":
+            reason += "; other formats have to be converted, with llama.cpp's convert_hf_to_gguf.py"
+        else:
             reason = f"cannot be read: {reason}"
+        if what:
+            reason += "; all parts must be in one folder, under the names that they came with"
         raise GGUFError(f"{path}: {what and what + ' '}{reason}") from None
     try:
         with memoryview(mapped) as view:
@@ -184,7 +190,8 @@ def _other_paths(first: _Part) -> list[Path]:
     name, ending = first.path.name, part_ending(number, count)
     if not name.endswith(ending) or name == ending:
         raise GGUFError(
-            f"{first.path}: part {number} of a model split into {count} files; its name must end in {ending}"
+            f"{first.path}: part {number} of a model split into {count} files; its name must end in {ending}: "
+            "give it its own"
         )
     paths = [
         first.path.with_name(name.removesuffix(ending) + part_ending(i, count)) for i in range(1, count + 1)
@@ -202,14 +209,16 @@ def _check_parts(parts: list[_Part]) -> None:
         if (found.number, found.parts) != (number, first.head.parts):
             raise GGUFError(
                 f"{part.path}: should be part {number + 1} of {first.head.parts}, and says that it is "
-                f"part {found.number + 1} of {found.parts}"
+                f"part {found.number + 1} of {found.parts}; {_MIXED}"
             )
         for name in found.tensors:
             if name in owner:
-                raise GGUFError(f"{part.path}: tensor {name!r} occurs already in {owner[name].name}")
+                raise GGUFError(
+                    f"{part.path}: tensor {name!r} occurs already in {owner[name].name}; {_MIXED}"
+                )
             owner[name] = part.path
     announced = first.head.all_tensors
     if announced is not None and announced != len(owner):
         raise GGUFError(
-            f"{first.path}: announces {announced} tensors in all parts, and there are {len(owner)}"
+            f"{first.path}: announces {announced} tensors in all parts, and there are {len(owner)}; {_MIXED}"
         )

@@ -34,6 +34,7 @@ from quant.gguf_arrays import (
 from quant.types import GGML_TYPES, row_bytes
 
 MAGIC = b"GGUF"
+DAMAGED = "the file is damaged or has not arrived whole: download it again"
 VERSIONS = (2, 3)
 DEFAULT_ALIGNMENT = 32
 MAX_ALIGNMENT = 1 << 20
@@ -88,8 +89,8 @@ class HeadParser:
         self.pos = 4
         self.num_strings = 0
 
-    def fail(self, message: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {message}")
+    def fail(self, message: str, remedy: str = DAMAGED) -> GGUFError:
+        return GGUFError(f"{self.path}: {message}; {remedy}")
 
     def take(self, fmt: struct.Struct, what: str):
         """The next value of a fixed-size type."""
@@ -122,8 +123,14 @@ class HeadParser:
         version = self.take(READ_U32, "the version")
         if version not in VERSIONS:
             if version and version & 0xFFFF == 0:
-                raise self.fail("the byte order of this file does not match this machine")
-            raise self.fail(f"GGUF version {version} is not supported (2 and 3 are)")
+                raise self.fail(
+                    "the byte order of this file does not match this machine",
+                    "convert it with llama.cpp's gguf_convert_endian.py, or download one for this machine",
+                )
+            raise self.fail(
+                f"GGUF version {version} is not supported (2 and 3 are)",
+                "convert the model again with a llama.cpp of today",
+            )
         n_tensors = self.take(READ_U64, "the tensor count")
         n_kv = self.take(READ_U64, "the metadata count")
         left = self.size - self.pos
@@ -144,7 +151,8 @@ class HeadParser:
         tensors, end = self.place_tensors(infos, alignment)
         if bytes(self.view[end : end + 4]) == MAGIC:
             raise self.fail(
-                "another GGUF file follows in it; do not join the parts of a split model with cat"
+                "another GGUF file follows in it; do not join the parts of a split model with cat",
+                "leave them in one folder and name the first",
             )
         return Head(version, metadata, tensors, *self.split_of(metadata, types))
 
@@ -171,7 +179,7 @@ class HeadParser:
                 raise self.fail(f"{key!r} announces {count} elements, more than the file holds")
             self.pos += count * STRUCTS[elem_type].size
         elif elem_type == ARRAY:
-            raise self.fail(f"{key!r} is an array of arrays, which is not supported")
+            raise self.fail(f"{key!r} is an array of arrays, which is not supported", "convert it without")
         else:
             raise self.fail(f"{key!r} is an array of the unknown type {elem_type}")
         view = self.view[start : self.pos]
@@ -245,7 +253,10 @@ class HeadParser:
         type_id = self.take(READ_U32, what)
         offset = self.take(READ_U64, what)
         if type_id not in GGML_TYPES:
-            raise self.fail(f"{what} has the unknown or removed type {type_id}")
+            raise self.fail(
+                f"{what} has the unknown or removed type {type_id}",
+                "take another quantization of the model, or a newer hetero",
+            )
         if 0 in shape:
             raise self.fail(f"{what} has an empty dimension")
         try:

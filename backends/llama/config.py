@@ -163,14 +163,16 @@ class _Metadata:
 
     def _error(self, key: str, value: Any, want: str) -> ModelError:
         found = "missing" if value is None else f"{str(value)[:40]!r}"
-        return ModelError(f"{self._file}: {self._prefix}.{key} must be {want}, it is {found}")
+        where = f"{self._file}: {self._prefix}.{key}"
+        return ModelError(f"{where} must be {want}, it is {found}; convert or download the model again")
 
 
 def _vocabulary(gguf: GGUFFile) -> int:
     """As libllama counts: the tokens of the vocabulary."""
     tokens = gguf.metadata.get("tokenizer.ggml.tokens")
     if not hasattr(tokens, "__len__") or not len(tokens):
-        raise ModelError(f"{gguf.path.name}: tokenizer.ggml.tokens is missing: it has no vocabulary")
+        what = "tokenizer.ggml.tokens is missing, it has no vocabulary"
+        raise ModelError(f"{gguf.path.name}: {what}; convert or download the model again")
     return len(tokens)
 
 

@@ -49,7 +49,7 @@ def plan_fallback(
     reasons = (
         plan.reasons if config.keeps_tokens else ("KV cache: none, each request has a state of its own",)
     )
-    plan = replace(plan, reasons=reasons, notes=(*notes_of(config), *plan.notes))
+    plan = replace(plan, reasons=reasons, notes=(*notes_of(config, settings.engine), *plan.notes))
     return Planned(plan, facts, None)
 
 
@@ -67,10 +67,10 @@ def arrange(
     return tuple(choices[i] for i in order), replace(settings, split=split)
 
 
-def notes_of(config: LlamaConfig) -> tuple[str, ...]:
-    """What the user goes without, a line for each thing."""
-    known = config.architecture in FAMILIES
-    why = "as --engine says" if known else f"there is no graph of ours for family {config.architecture!r}"
+def notes_of(config: LlamaConfig, engine: str) -> tuple[str, ...]:
+    """What the user goes without, a line for each thing. `engine`: the setting."""
+    forced = engine == "llama" and config.architecture in FAMILIES
+    why = "as --engine says" if forced else f"there is no graph of ours for family {config.architecture!r}"
     lines = [
         f"libllama computes this model, {why}: several requests at a time are slower",
         "no RAM cache, no disk cache and no fp8 KV cache with libllama",

@@ -13,7 +13,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 
 from hetero.text.patterns import any_of, separable
-from hetero.text.vocabulary import check_vocabulary
+from hetero.text.vocabulary import AGAIN, check_vocabulary
 from quant.gguf import open_gguf
 
 Segment = tuple[str, bool]  # text, and whether control tokens in it are parsed
@@ -76,7 +76,9 @@ class Tokenizer:
         """`wanted`. ValueError when there is no such token: libllama aborts where it has to write it."""
         if wanted and token_id is None:
             key = f"tokenizer.ggml.{which}_token_id"
-            raise ValueError(f"{self.path}: {key} is missing, and texts begin or end with that token")
+            raise ValueError(
+                f"{self.path}: {key} is missing, and texts begin or end with that token; {AGAIN}"
+            )
         return wanted
 
     def _id_or_none(self, token_id: int) -> int | None:
@@ -243,5 +245,5 @@ def _load_vocab(path: Path) -> int:
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         reason = " ".join(_errors[0].split(": ", 1)[-1].split()) if _errors else "libllama gave no reason"
-        raise ValueError(f"{path}: the vocabulary cannot be loaded: {reason}")
+        raise ValueError(f"{path}: the vocabulary cannot be loaded: {reason}; {AGAIN}")
     return model

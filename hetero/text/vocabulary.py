@@ -26,7 +26,7 @@ MAX_CUBES = 1 << 30  # steps: llm_tokenizer_plamo2 looks at every part of every 
 _UNKNOWN, _CONTROL, _USER_DEFINED, _BYTE = 2, 3, 4, 6  # LLAMA_TOKEN_TYPE_*
 _MODELS = ("llama", "gpt2", "bert", "t5", "rwkv", "plamo2", "gemma4", "hybriddna", "whitespace")
 _DEFAULT_UNKNOWN = {"bert": 100, "t5": 2}  # what stands for unknown text is one of their tokens
-_AGAIN = "convert the model again, or download another file of it"
+AGAIN = "convert the model again, or download another file of it"
 
 
 def check_vocabulary(path: Path, metadata: Mapping[str, object]) -> None:
@@ -39,12 +39,12 @@ class _Vocabulary:
         self.path, self.metadata = path, metadata
 
     def error(self, key: str, what: str) -> GGUFError:
-        return GGUFError(f"{self.path}: {PREFIX}{key} {what}; {_AGAIN}")
+        return GGUFError(f"{self.path}: {PREFIX}{key} {what}; {AGAIN}")
 
     def check(self) -> None:
         tokens = self.strings("tokens", MAX_TOKENS)
         if not tokens:
-            raise GGUFError(f"{self.path}: the file has no vocabulary ({PREFIX}tokens); {_AGAIN}")
+            raise GGUFError(f"{self.path}: the file has no vocabulary ({PREFIX}tokens); {AGAIN}")
         model = self.model()
         unique = self.check_tokens(tokens, model)
         kinds = self.check_arrays(tokens, model)
@@ -63,7 +63,7 @@ class _Vocabulary:
         if not isinstance(model, str):
             raise self.error("model", f"{'is missing' if model is None else 'is not a string'}")
         if model in ("none", "no_vocab"):
-            raise GGUFError(f"{self.path}: the file has no vocabulary ({PREFIX}model is {model!r}); {_AGAIN}")
+            raise GGUFError(f"{self.path}: the file has no vocabulary ({PREFIX}model is {model!r}); {AGAIN}")
         if model not in _MODELS:
             raise self.error("model", f"is {model[:40]!r}, a kind of tokenizer that is not known here")
         return model

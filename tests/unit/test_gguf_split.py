@@ -98,7 +98,8 @@ def test_parts_in_the_wrong_order(parts: list[Path]):
     parts[1].write_bytes(parts[2].read_bytes())
     parts[2].write_bytes(swapped)
     assert refused(parts[0]) == (
-        "model-00002-of-00003.gguf: should be part 2 of 3, and says that it is part 3 of 3"
+        "model-00002-of-00003.gguf: should be part 2 of 3, and says that it is part 3 of 3; the parts are not "
+        "of one model: download them again"
     )
 
 
@@ -114,7 +115,8 @@ def test_a_tensor_in_two_parts(parts: list[Path]):
         {"split.no": Typed("u16", 2), "split.count": Typed("u16", 3)},
         {"t1": np.zeros(8, np.float32)},
     )
-    assert refused(parts[0]) == (f"model-00003-of-00003.gguf: tensor 't1' occurs already in {parts[0].name}")
+    message = refused(parts[0])
+    assert message.startswith(f"model-00003-of-00003.gguf: tensor 't1' occurs already in {parts[0].name}; ")
 
 
 def test_a_part_without_some_of_its_tensors(parts: list[Path]):
