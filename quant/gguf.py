@@ -189,10 +189,8 @@ def _other_paths(first: _Part) -> list[Path]:
         return []
     name, ending = first.path.name, part_ending(number, count)
     if not name.endswith(ending) or name == ending:
-        raise GGUFError(
-            f"{first.path}: part {number} of a model split into {count} files; its name must end in {ending}: "
-            "give it its own"
-        )
+        what = f"part {number} of a model split into {count} files"
+        raise GGUFError(f"{first.path}: {what}; its name must end in {ending}: give it its own")
     paths = [
         first.path.with_name(name.removesuffix(ending) + part_ending(i, count)) for i in range(1, count + 1)
     ]

@@ -98,8 +98,8 @@ def test_parts_in_the_wrong_order(parts: list[Path]):
     parts[1].write_bytes(parts[2].read_bytes())
     parts[2].write_bytes(swapped)
     assert refused(parts[0]) == (
-        "model-00002-of-00003.gguf: should be part 2 of 3, and says that it is part 3 of 3; the parts are not "
-        "of one model: download them again"
+        "model-00002-of-00003.gguf: should be part 2 of 3, and says that it is part 3 of 3; the parts are "
+        "not of one model: download them again"
     )
 
 

@@ -88,9 +88,18 @@ def test_what_can_and_what_cannot_be_served(folder: Path, tmp_path: Path):
     rewrite(good, folder / "broken.gguf", {"llama.block_count": 7})
     rewrite(good, folder / "eyes.gguf", {"general.architecture": "clip"})
     LLAMA_FAMILIES["stablelm"](folder / "other.gguf")
+    rewrite(good, folder / "pictures.gguf", {"llama.rope.dimension_sections": [4, 2, 2, 0]})
     (folder / "g01.gguf").write_bytes(head(0, 1) + kv("", "u8", b"\x01"))
     found = listed()
-    assert {"good", "broken", "eyes", "g01", "other", "SmolLM2-135M-Instruct.Q4_1"} == found.keys()
+    assert {
+        "good",
+        "broken",
+        "eyes",
+        "g01",
+        "other",
+        "pictures",
+        "SmolLM2-135M-Instruct.Q4_1",
+    } == found.keys()
     assert found["good"] | {"path": ""} == {
         "name": "good",
         "path": "",
@@ -104,8 +113,9 @@ def test_what_can_and_what_cannot_be_served(folder: Path, tmp_path: Path):
         "note": "",
     }
     assert found["broken"]["engine"] == "none" and found["broken"]["fits"] is None
-    assert "blk.1." in found["broken"]["note"] and "is missing" in found["broken"]["note"]
+    assert "blk.1." in found["broken"]["note"] and "is missing; download" in found["broken"]["note"]
     assert (found["other"]["engine"], found["other"]["fits"]) == ("fallback", True)
+    assert (found["pictures"]["engine"], found["pictures"]["fits"]) == ("fallback", True)
     assert found["eyes"]["engine"] == "none" and "vision file" in found["eyes"]["note"]
     assert found["g01"]["note"].startswith("unreadable: the key of metadata entry 0")
     assert found["SmolLM2-135M-Instruct.Q4_1"]["fits"] is True
