@@ -37,7 +37,8 @@ class FakeStream:
         self, engine: FakeEngine, prompt: list[int], params: Any, grammar: FakeGrammar | None
     ) -> None:
         self.engine, self.prompt, self.params = engine, prompt, params
-        self.script = (grammar.text if grammar else engine.script).encode()
+        script = engine.scripts.pop(0) if engine.scripts else engine.script
+        self.script = (grammar.text if grammar else script).encode()
         self.aborted = False
         self._wake = asyncio.Event()
         self._deltas = self._generate()
@@ -110,6 +111,7 @@ class FakeStream:
 class FakeEngine:
     def __init__(self, script: str = "Hello, wörld 😸!") -> None:
         self.script = script
+        self.scripts: list[str] = []  # for the next requests, before `script`
         self.template_source = "{{ messages }}"  # says which family's tool calls the script may hold
         self.asked: dict[str, Any] = {}  # with the last chat
         self.prefill_seconds = 0.0
