@@ -38,14 +38,12 @@ def is_prefill(messages: list[dict[str, Any]]) -> bool:
     return bool(messages) and messages[-1]["role"] == "assistant" and not messages[-1].get("tool_calls")
 
 
-def merge_system(messages: list[dict[str, Any]], *, all_of_them: bool = False) -> list[dict[str, Any]]:
-    """One system message at the front: a leading system message, then every developer's, by blank lines;
-    with `all_of_them` every system message too."""
+def merge_system(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """One system message at the front: a leading system message, then every developer's, by blank lines."""
     front: list[dict[str, Any]] = []
     rest: list[dict[str, Any]] = []
     for i, message in enumerate(messages):
-        role = message["role"]
-        is_front = role == "developer" or (role == "system" and (i == 0 or all_of_them))
+        is_front = message["role"] == "developer" or (i == 0 and message["role"] == "system")
         (front if is_front else rest).append(message)
     if not front:
         return rest

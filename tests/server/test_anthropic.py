@@ -108,6 +108,7 @@ async def test_blocks_become_messages(client: Client, engine: FakeEngine) -> Non
     messages = [
         {"role": "user", "content": [{"type": "text", "text": "a"}, document]},
         {"role": "user", "content": "b"},
+        {"role": "assistant", "content": "Well, "},
         {"role": "assistant", "content": [thought, {"type": "redacted_thinking", "data": "x"},
                                           {"type": "text", "text": "A"}, call]},
         {"role": "user", "content": results},
@@ -118,7 +119,7 @@ async def test_blocks_become_messages(client: Client, engine: FakeEngine) -> Non
     assert user == {"role": "user", "content": "a\nDOC\n\nb"}, "turns of one role are one"
     function = {"name": "get_weather", "arguments": '{"city":"é"}'}
     assert assistant == {
-        "role": "assistant", "content": "A", "reasoning_content": "T",
+        "role": "assistant", "content": "Well, A", "reasoning_content": "T",
         "tool_calls": [{"id": "t1", "type": "function", "function": function}],
     }  # fmt: skip
     assert rest == [

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hetero.server.errors import bad_field, encode
-from hetero.server.messages import merge_system, unsupported_part
+from hetero.server.messages import unsupported_part
 from hetero.server.validate import Fields, wrong_type
 
 Message = dict[str, Any]
@@ -17,17 +17,18 @@ BILLING = "x-anthropic-billing-header"
 
 
 def read_messages(fields: Fields) -> list[Message]:
-    """Messages for a Conversation, `system` and messages of the system at their front. Raises ApiError."""
+    """Messages for a Conversation: all of the system's at the front, turns of one role in a row as one.
+
+    Raises ApiError naming the block.
+    """
     given = fields.array("messages")
     if not given:
         raise bad_field("messages", "must be an array with at least one message")
-    messages: list[Message] = []
-    system = _system(fields.body.get("system"))
-    if system:
-        messages.append({"role": "system", "content": system})
+    system, messages = [_system(fields.body.get("system"))], list[Message]()
     for i, value in enumerate(given):
-        _add(messages, value, f"messages[{i}]")
-    return merge_system(messages, all_of_them=True)
+        _add(messages, system, value, f"messages[{i}]")
+    text = "\n\n".join(filter(None, system))
+    return [{"role": "system", "content": text}, *messages] if text else messages
 
 
 def _system(value: Any) -> str:
@@ -40,7 +41,7 @@ def _system(value: Any) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _add(messages: list[Message], value: Any, where: str) -> None:
+def _add(messages: list[Message], system: list[str], value: Any, where: str) -> None:
     if not isinstance(value, dict):
         raise wrong_type(where, "an object", value)
     role, content = value.get("role"), value.get("content")
@@ -51,7 +52,7 @@ def _add(messages: list[Message], value: Any, where: str) -> None:
     if not isinstance(content, list):
         raise wrong_type(f"{where}.content", "a string or an array of blocks", content)
     if role == "system":
-        messages.append({"role": role, "content": "\n".join(_texts(content, f"{where}.content"))})
+        system.append("\n".join(_texts(content, f"{where}.content")))
     elif role == "user":
         _add_user(messages, content, f"{where}.content")
     else:
@@ -68,14 +69,13 @@ def _add_user(messages: list[Message], blocks: list[Any], where: str) -> None:
         else:
             texts.append(_text(block, at))
     text = "\n".join(texts)
-    if texts and messages and messages[-1]["role"] == "user":  # the API takes turns of one role as one
+    if texts and messages and messages[-1]["role"] == "user":
         messages[-1]["content"] += f"\n\n{text}"
     elif texts or not blocks:
         messages.append({"role": "user", "content": text})
 
 
 def _add_assistant(messages: list[Message], blocks: list[Any], where: str) -> None:
-    message: Message = {"role": "assistant", "content": ""}
     texts, thoughts, calls = [], [], []
     for i, block in enumerate(blocks):
         at = f"{where}[{i}]"
@@ -86,11 +86,13 @@ def _add_assistant(messages: list[Message], blocks: list[Any], where: str) -> No
             calls.append(_tool_use(block, at))
         elif kind != "redacted_thinking":  # nobody here can read that
             texts.append(_text(block, at))
-    message["content"] = "".join(texts)
+    message: Message = {"role": "assistant", "content": "".join(texts)}
     if thoughts:
         message["reasoning_content"] = "\n".join(thoughts)
     if calls:
         message["tool_calls"] = calls
+    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
+        message["content"] = messages.pop()["content"] + message["content"]
     messages.append(message)
 
 
