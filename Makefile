@@ -22,9 +22,10 @@ lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
 
-# Regenerates docs/config.md; a test fails when it is out of date.
+# Regenerates docs/config.md and docs/models.md; a test fails when one is out of date.
 docs: $(STAMP)
 	$(BIN)/python -m hetero.config > docs/config.md
+	$(BIN)/python -m hetero.plan.models_docs > docs/models.md
 
 bench: $(STAMP) $(BENCH_STAMP)
 	$(BIN)/python tests/bench/compare.py --llama-venv .venv-bench $(ARGS)

@@ -12,6 +12,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 from gguf_tools import Raw, write_gguf
 
+from backends.ggml.lib import ggml
 from quant.types import GGML_TYPES, TYPE_IDS, row_bytes
 
 _PAIR_TEXT = (
@@ -98,12 +99,26 @@ def random_tensor(
         return Raw("BF16", shape[::-1], values.view(np.uint16)[..., 1::2].tobytes())
     fmt = GGML_TYPES[TYPE_IDS[type_name]]
     nbytes = math.prod(shape[:-1]) * row_bytes(TYPE_IDS[type_name], shape[-1])
+    if type_name not in _SCALES:
+        return Raw(type_name, shape[::-1], _quantized(rng, shape, type_name, deviation, nbytes))
     blocks = rng.integers(0, 256, (nbytes // fmt.nbytes, fmt.nbytes), np.uint8)
     for offset, scale in _SCALES[type_name]:
         noise = rng.uniform(0.8, 1.2, len(blocks))
         field = (noise * scale * deviation).astype(np.float16)
         blocks[:, offset : offset + 2] = field.view(np.uint8).reshape(-1, 2)
     return Raw(type_name, shape[::-1], blocks.tobytes())
+
+
+def _quantized(
+    rng: np.random.Generator, shape: tuple[int, ...], type_name: str, deviation: float, nbytes: int
+) -> bytes:
+    """Normal values as ggml quantizes them."""
+    values = (rng.standard_normal(shape) * deviation).astype(np.float32)
+    out, weights = np.empty(nbytes, np.uint8), np.ones(shape[-1], np.float32)
+    sizes = (0, math.prod(shape[:-1]), shape[-1])
+    type_id = TYPE_IDS[type_name]
+    ggml().quantize_chunk(type_id, values.ctypes.data, out.ctypes.data, *sizes, weights.ctypes.data)
+    return out.tobytes()
 
 
 def _metadata(arch: str, n_layers: int, n_embd: int, n_ff: int, n_ctx: int) -> dict[str, Any]:

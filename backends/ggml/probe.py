@@ -23,13 +23,13 @@ import platformdirs
 from llvmlite import binding
 
 from backends.ggml.devices import Device, open_device
-from backends.ggml.lib import TYPE_F32, ggml, set_buffer
+from backends.ggml.lib import TYPE_F32, DeviceError, ggml, set_buffer
 from quant.types import row_bytes
 
 ROWS_TRIED = (1, 2, 3, 4, 5, 6, 7, 8, 9, 12, 16, 31, 33, 64)
 COLUMNS, OUTPUTS = 512, 64
 PLAIN = ""  # stands for the device's ordinary buffer type
-TIMEOUT = 30.0
+TIMEOUT = 120.0  # of a trial; IQ1_M takes 5 s on an idle machine to make the weights for it
 TILES = "GGML_CPU_TILED_MM"  # of ggml: 0 turns off the kernel for many rows
 
 # (weight type, buffer type name) -> rows from which a row's bits are its own; absent: do not use
@@ -83,6 +83,8 @@ def _ask_child(types: list[int]) -> dict[int, dict[str, int]]:
         child.start()
         sender.close()
         todo, current = _collect(receiver, found, todo)
+        if todo is None:
+            raise DeviceError("cannot try ggml's matrix products: their process did not start")
         child.join(1.0)
         if child.is_alive():
             child.kill()
@@ -94,7 +96,8 @@ def _ask_child(types: list[int]) -> dict[int, dict[str, int]]:
 
 
 def _collect(receiver, found: dict[int, dict[str, int]], todo):
-    """Take in a child's messages. Returns (what is left, the trial it died in or None)."""
+    """Take in a child's messages. Returns (what is left, None if it never began; the trial it died in or
+    None)."""
     current = None
     try:
         while receiver.poll(TIMEOUT):
@@ -112,7 +115,7 @@ def _collect(receiver, found: dict[int, dict[str, int]], todo):
                 return [], None
     except EOFError:
         pass
-    return todo or [], current
+    return todo, current
 
 
 def _child(sender, types: list[int], todo: list[tuple[int, str]] | None) -> None:

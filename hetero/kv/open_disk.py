@@ -54,6 +54,9 @@ def open_folder(setting: FolderLimit, prepared: Prepared) -> DiskFolder:
                 f"--disk-cache: the contexts of {choice.label} are out of reach on another machine"
             )
         layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
+    ropes = [rope for rope in prepared.config.layer_ropes if rope is not None]
+    if any(rope.is_long(prepared.plan.max_model_len) for rope in ropes):
+        layout.append("RoPE for long contexts")
     least = HEADER_BYTES + sum(prepared.host.block_bytes)
     if setting.nbytes < least:
         raise DiskCacheError(f"--disk-cache {setting}: one block of this model takes {format_size(least)}")

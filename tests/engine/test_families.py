@@ -4,17 +4,24 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Mapping
+from dataclasses import replace
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
 
+import numpy as np
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_tools import CHANGES, WAYS, Model, check_logits, check_options, of_libllama
+from driver import Driver
+from family_tools import CHANGES, WAYS, Model, check_logits, check_options, of_libllama, relative
+from scale import FULL
 from tiny_families import LAYERS, tiny_family
+from tiny_models import libllama_logits
 
-from backends.ggml.models import FAMILIES
+from backends.ggml.models import FAMILIES, read_config
+from hetero.pipeline.part import ModelPart
+from quant.gguf import open_gguf
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 EVERYWHERE = "attn_norm attn_q+ attn_k+ attn_v+ attn_output+ ffn_norm ffn_gate+ ffn_up+ ffn_down+"
@@ -80,6 +87,42 @@ def test_logits_are_those_of_libllama(model: Model, way: str, monkeypatch: pytes
 
 def test_each_option_switched_off_is_noticed(model: Model):
     check_options(model, CHANGES, least=3)
+
+
+NAMED = ["Q4_K", "Q5_K", "Q6_K", "Q8_0", "IQ4_XS", "MXFP4"]
+OTHERS = ["Q2_K", "Q3_K", "IQ2_XXS", "IQ2_XS", "IQ2_S", "IQ3_XXS", "IQ3_S", "IQ1_S", "IQ1_M", "IQ4_NL"]
+OTHERS += ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "TQ1_0", "TQ2_0", "NVFP4", "Q1_0", "Q2_0", "BF16", "F16"]
+# Activations are rounded to 8 bits in blocks, where the least difference before moves codes. libllama with
+# flash attention is as far from libllama without.
+ROUNDED_BOUND = 0.03
+ROUNDED_TOP1 = 0.9
+
+
+@pytest.mark.parametrize("type_name", NAMED + (OTHERS if FULL else []))
+def test_weight_types(tmp_path: Path, type_name: str):
+    path = tmp_path / "m.gguf"
+    tiny_family(path, "qwen2", seed=1, n_layers=1, n_embd=256, n_ff=512, weight_type=type_name)
+    ids = [int(i) for i in np.random.default_rng(0).integers(3, 300, 60)]
+    want = libllama_logits(path, ids)
+    driver = Driver(path, threads=1)
+    got = driver.logits(ids, chunk=60)
+    print(f"{relative(got, want):.4f}")
+    assert relative(got, want) <= ROUNDED_BOUND
+    assert (got.argmax(1) == want.argmax(1)).mean() >= ROUNDED_TOP1
+    np.testing.assert_array_equal(driver.logits(ids, chunk=7), got)
+    driver.close()
+
+
+def test_a_part_of_a_model_is_read_as_one(model: Model, tmp_path: Path):
+    """What a worker on another machine is sent has all that its layers need, and no more."""
+    gguf = open_gguf(model.path)
+    config = read_config(gguf)
+    for layers in ((0, 1), (1, config.n_layer)):
+        path = tmp_path / f"{layers[0]}.gguf"
+        path.write_bytes(b"".join(chunk.tobytes() for chunk in ModelPart(gguf, config, *layers).chunks()))
+        part = read_config(open_gguf(path), layers)
+        assert replace(part, present=config.present) == config
+        assert part.present <= config.present
 
 
 def test_every_dense_family_is_here():

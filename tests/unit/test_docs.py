@@ -10,6 +10,7 @@ import click
 import pytest
 
 import cli
+from hetero.plan.models_docs import render_docs
 
 ROOT = Path(__file__).resolve().parents[2]
 PAGES = ["README.md", *sorted(f"docs/{p.name}" for p in (ROOT / "docs").glob("*.md"))]
@@ -42,3 +43,7 @@ def test_command_lines_are_understood() -> None:
 def test_every_command_is_in_the_readme() -> None:
     text = (ROOT / "README.md").read_text()
     assert [name for name in cli.main.commands if f"| `hetero {name}" not in text] == []
+
+
+def test_the_page_of_models_is_that_of_the_table() -> None:
+    assert (ROOT / "docs/models.md").read_text() == render_docs(), "run `make docs`"

@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
+from tiny_families import tiny_family
 from tiny_models import tiny_model
 
 import hetero.kv.fingerprint
+from backends.ggml.models import read_config
 from hetero.kv.fingerprint import FINGERPRINT_BYTES, fingerprint
+from hetero.kv.open_disk import open_folder
+from hetero.settings import FolderLimit
 from quant.gguf import open_gguf
 
 LAYOUT = ("layers 0 to 1", "f16")
@@ -54,6 +59,23 @@ def test_whatever_changes_kv_changes_it(model: Path, tmp_path: Path, monkeypatch
     monkeypatch.setattr(hetero.kv.fingerprint, "__version__", "0.0.0")
     found["other version"] = of(model)
     assert len(set(found.values())) == len(found), found
+
+
+def test_the_longest_context_decides_where_rope_does(tmp_path: Path) -> None:
+    """LongRoPE turns the keys of long and of short contexts differently."""
+    factors = {"rope_factors_short.weight": (8,), "rope_factors_long.weight": (8,)}
+    path = tiny_family(
+        tmp_path / "m.gguf", "phi3", {"rope.scaling.original_context_length": 64}, extra=factors
+    )
+    found = {}
+    with open_gguf(path) as gguf:
+        for context in (32, 64, 65, 512):
+            plan = SimpleNamespace(groups=(), stages=(), max_model_len=context)
+            host = SimpleNamespace(block_bytes=(1,))
+            prepared = SimpleNamespace(gguf=gguf, config=read_config(gguf), plan=plan, host=host)
+            folder = open_folder(FolderLimit(str(tmp_path / "disk"), 1 << 20), prepared)  # type: ignore[arg-type]
+            found[context] = folder.fingerprint
+    assert found[32] == found[64] != found[65] == found[512]
 
 
 def test_a_byte_in_a_sample_changes_it(model: Path) -> None:
