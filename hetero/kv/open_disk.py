@@ -54,8 +54,8 @@ def open_folder(setting: FolderLimit, prepared: Prepared) -> DiskFolder:
                 f"--disk-cache: the contexts of {choice.label} are out of reach on another machine"
             )
         layout.append(f"{stage.layers} {stage.kv_types} {choice.own_kernels}")
-    ropes = [rope for rope in prepared.config.layer_ropes if rope is not None]
-    if any(rope.is_long(prepared.plan.max_model_len) for rope in ropes):
+    ropes = getattr(prepared.config, "layer_ropes", ())  # libllama keeps its own contexts
+    if any(rope is not None and rope.is_long(prepared.plan.max_model_len) for rope in ropes):
         layout.append("RoPE for long contexts")
     least = HEADER_BYTES + sum(prepared.host.block_bytes)
     if setting.nbytes < least:

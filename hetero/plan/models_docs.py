@@ -32,7 +32,7 @@ go through ggml's. On other devices all go through ggml, where it has them.
 
 # ggml's own integers and intermediate formats, in which no file has weights
 NO_WEIGHTS = ("Q8_1", "Q8_K", "I8", "I16", "I32", "I64", "F64")
-WORDS = {
+WORDS: dict[str, dict] = {
     "norm": {"layer": "LayerNorm"},
     "qk_norm": {
         "heads": "norms of query and key heads",
