@@ -21,6 +21,7 @@ from hetero.commands.options import (
     settings_options,
     temperature_option,
 )
+from hetero.commands.tune_cli import tune
 from hetero.kv_types import parse_several
 from hetero.settings import LOG_LEVELS
 from hetero.sizes import parse_size
@@ -380,6 +381,8 @@ def worker(cache_size: str, **given: Any) -> None:
 main.add_command(bench)
 main.add_command(models)
 main.add_command(pull)
+main.add_command(tune)
+
 
 if __name__ == "__main__":
     main(prog_name="hetero")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import signal
+import sys
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -19,3 +20,8 @@ def without_interrupts() -> Iterator[None]:
         yield
     finally:
         signal.signal(signal.SIGINT, before)
+
+
+def own_command() -> list[str]:
+    """How to start this program again, with its arguments to follow: frozen into one file, or from Python."""
+    return [sys.executable] if getattr(sys, "frozen", False) else [sys.executable, "-m", "cli"]

@@ -63,7 +63,7 @@ def bench(urls: Sequence[str], options: Options, as_json: bool) -> int:
         if options.out is not None and not options.out.parent.is_dir():
             raise UsageError(f"--out {options.out}: there is no folder {options.out.parent}")
         servers = asyncio.run(_servers(urls, options))
-        with _progress() as show:
+        with progress() as show:
             results = measure(plan, servers, show)
     except (UsageError, WorkloadError, ServerError, PlotError) as error:
         return fail(error)
@@ -82,7 +82,7 @@ def make_plan(options: Options) -> Plan:
     """Raises UsageError or WorkloadError naming the option."""
     workload = find_workload(options.workload)
     sizes = Sizes(
-        _lengths("--prompt-tokens", options.prompt_tokens), _lengths("--output-tokens", options.output_tokens)
+        lengths("--prompt-tokens", options.prompt_tokens), lengths("--output-tokens", options.output_tokens)
     )
     try:
         limits = Limits() if options.slo is None else parse_limits(options.slo)
@@ -93,7 +93,7 @@ def make_plan(options: Options) -> Plan:
     return Plan(workload, sizes, loads, sessions, options.warm_up, options.repeat, options.seed, limits)
 
 
-def _lengths(flag: str, text: str | None) -> Lengths | None:
+def lengths(flag: str, text: str | None) -> Lengths | None:
     try:
         return None if text is None else parse_lengths(text)
     except ValueError as error:
@@ -152,7 +152,7 @@ def _names(urls: Sequence[str]) -> list[str]:
 
 
 @contextmanager
-def _progress() -> Iterator[Show]:
+def progress() -> Iterator[Show]:
     """A bar on a terminal; nothing where nobody looks."""
     if not sys.stderr.isatty():
         yield lambda what, done, total: None

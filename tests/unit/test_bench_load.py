@@ -3,17 +3,14 @@
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import random
-import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
-from aiohttp import web
 from click.testing import CliRunner
+from echo_server import Echo, serving
 
 import cli
 from hetero.bench.client import Record
@@ -23,95 +20,6 @@ from hetero.bench.load import Load, Run, run_load
 from hetero.bench.results import Limits, parse_limits, summarize
 from hetero.bench.server_info import find_out
 from hetero.bench.workload import WORKLOADS, Sizes, WorkloadError, find_workload, read_jsonl, text_of_blocks
-
-Behave = Callable[[int], str]  # of the request with this number: what happens to it
-SERVICE_SECONDS = 0.02
-
-
-class Echo:
-    """Answers `max_tokens` pieces of text, one request at a time, SERVICE_SECONDS each."""
-
-    def __init__(self, behave: Behave = lambda number: "well"):
-        self.behave, self.bodies, self.running, self.most = behave, [], 0, 0
-        self.turn = asyncio.Lock()
-
-    async def models(self, request: web.Request) -> web.Response:
-        return web.json_response({"data": [{"id": "echo", "meta": {"n_ctx": 4000}}]})
-
-    async def chat(self, request: web.Request) -> web.StreamResponse:
-        body = await request.json()
-        how = self.behave(len(self.bodies))
-        self.bodies.append(body)
-        self.running += 1
-        self.most = max(self.most, self.running)
-        try:
-            async with self.turn:
-                await asyncio.sleep(SERVICE_SECONDS)
-            if how == "500":
-                return web.json_response({"error": "no"}, status=500)
-            return await self._stream(request, body["max_tokens"], how)
-        finally:
-            self.running -= 1
-
-    async def _stream(self, request: web.Request, tokens: int, how: str) -> web.StreamResponse:
-        response = web.StreamResponse(headers={"Content-Type": "text/event-stream"})
-        await response.prepare(request)
-
-        async def send(event: dict | str) -> None:
-            data = event if isinstance(event, str) else json.dumps(event)
-            await response.write(f"data: {data}\n\n".encode())
-
-        for i in range(tokens if how != "short" else tokens - 1):
-            if how == "hangs up" and i == tokens // 2:
-                request.transport.abort()
-                return response
-            if how == "error" and i == tokens // 2:
-                await send({"error": {"message": "device lost"}})
-                return response
-            if how == "rubbish" and i == tokens // 2:
-                await send("{not json")
-            await send({"choices": [{"delta": {"content": f"w{i} "}, "finish_reason": None}]})
-        if how != "unfinished":
-            await send({"choices": [{"delta": {}, "finish_reason": "length"}]})
-        count = tokens if how != "short" else tokens - 1
-        usage = {
-            "prompt_tokens": 20,
-            "completion_tokens": count,
-            "prompt_tokens_details": {"cached_tokens": 5},
-        }
-        await send({"choices": [], "usage": usage})
-        await send("[DONE]")
-        return response
-
-
-@contextlib.contextmanager
-def serving(echo_of: Callable[[], Echo]) -> Iterator[tuple[str, Echo]]:
-    """The server in a thread of its own; its URL."""
-    ready, stop, found = threading.Event(), None, {}
-
-    async def main() -> None:
-        nonlocal stop
-        echo, app, stop = echo_of(), web.Application(), asyncio.Event()
-        app.router.add_get("/v1/models", echo.models)
-        app.router.add_post("/v1/chat/completions", echo.chat)
-        runner = web.AppRunner(app)
-        await runner.setup()
-        await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.update(
-            echo=echo, url=f"http://127.0.0.1:{runner.addresses[0][1]}", loop=asyncio.get_running_loop()
-        )
-        ready.set()
-        await stop.wait()
-        await runner.cleanup()
-
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield found["url"], found["echo"]
-    finally:
-        found["loop"].call_soon_threadsafe(stop.set)
-        thread.join(30)
 
 
 def run(url: str, load: Load, sessions: int = 40, workload: str = "chat") -> Run:

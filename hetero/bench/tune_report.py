@@ -1,0 +1,61 @@
+"""What a search has found, for people: Markdown."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from hetero.bench.search import pareto
+from hetero.bench.trial import Outcome, Traffic
+from hetero.bench.tune import SEARCH_SEED, Confirmation, describe
+
+CLOSE = 0.05  # a best that is no more than so much better: the settings are as good as they get
+
+
+def markdown(traffic: Traffic, outcomes: Sequence[Outcome], confirmation: Confirmation | None) -> str:
+    """The trials, which of them nothing beats in both score and TTFT, what was rejected, the confirmation."""
+    unit = "good answers/s" if traffic.limits else "output tok/s"
+    searched = [o for o in outcomes if o.seed == SEARCH_SEED]
+    counted = [o for o in searched if o.rejected is None]
+    lines = [f"**{traffic.workload.name}**, {traffic.load}; {len(searched)} trials"]
+    if traffic.limits:
+        lines.append(f"{traffic.share:.0%} of the answers must keep {traffic.limits}.")
+    points = {o.choice: (o.score or 0.0, o.ttft_p95 or 0.0) for o in counted}
+    best = set(pareto(points))
+    lines += [
+        "",
+        f"| settings | {unit} | TTFT p95 ms | TPOT p95 ms | output tok/s | |",
+        "|---|---:|---:|---:|---:|---|",
+    ]
+    for o in sorted(counted, key=lambda o: -(o.score or 0.0)):
+        cells = [f"{o.score:.2f}", _ms(o.ttft_p95, 0), _ms(o.tpot_p95, 1), f"{o.output_rate:.0f}"]
+        lines.append(
+            f"| {describe(o.choice)} | {' | '.join(cells)} | {'Pareto' if o.choice in best else ''} |"
+        )
+    rejected = [o for o in outcomes if o.rejected is not None]
+    if rejected:
+        lines += ["", "Rejected:", ""]
+        lines += [f"- {describe(o.choice)}: {o.rejected}" for o in rejected]
+    lines += ["", *_verdict(confirmation, unit), ""]
+    return "\n".join(lines)
+
+
+def _verdict(confirmation: Confirmation | None, unit: str) -> list[str]:
+    if confirmation is None:
+        return ["Nothing was better than the settings as they are."]
+    pairs = ", ".join(f"{one:.2f} against {base:.2f}" for one, base in confirmation.pairs)
+    lines = [f"Best: **{describe(confirmation.choice)}**. On other such traffic, in turn: {pairs} {unit}."]
+    lines += [f"Rejected there: {reason}." for reason in dict.fromkeys(confirmation.rejected)]
+    ratio = confirmation.ratio
+    if ratio is None:
+        lines.append("The settings as they are kept the limits in no run.")
+    elif ratio > 1 + CLOSE and not confirmation.rejected:
+        lines.append(f"Confirmed: {ratio:.2f}x (median of {len(confirmation.ratios)}).")
+    else:
+        lines.append(
+            f"Not confirmed ({ratio:.2f}x): the settings as they are, are within 5 % of the best found."
+        )
+    return lines
+
+
+def _ms(seconds: float | None, digits: int) -> str:
+    return "-" if seconds is None else f"{1e3 * seconds:.{digits}f}"

@@ -1,0 +1,105 @@
+"""`hetero tune`: from options to a search, its record and its winner."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from hetero.bench.levers import LeverError, default_levers, parse_lever
+from hetero.bench.load import Load
+from hetero.bench.results import Limits, parse_limits
+from hetero.bench.trial import Traffic
+from hetero.bench.tune import SEARCH_SEED, Confirmation, TuneError, Tuning, describe, winner_toml
+from hetero.bench.tune_report import markdown
+from hetero.bench.workload import Sizes, WorkloadError, find_workload
+from hetero.commands.bench import UsageError, lengths, progress
+from hetero.commands.inspect import fail
+from hetero.files import write_whole
+from hetero.settings import Settings
+
+CLIENTS = 8
+SESSIONS_A_SECOND = 40  # more than are begun in a trial's time
+
+
+@dataclass(frozen=True, slots=True)
+class Options:
+    """The options of the command line, as they were given."""
+
+    folder: Path
+    minutes: float
+    workload: str
+    rate: float | None
+    burstiness: float
+    concurrency: int | None
+    seconds: float
+    prompt_tokens: str | None
+    output_tokens: str | None
+    slo: str | None
+    share: float
+    max_kl: float | None
+    lever: tuple[str, ...]
+    replay: bool
+
+
+def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
+    """Search, confirm, print. `given`: the settings of the command line. Exit code 1 when that cannot be."""
+    from hetero.prepare import LaunchError, prepare
+    from hetero.proposers import fingerprint
+
+    try:
+        traffic = _traffic(options)
+        with progress() as show:
+            prepared = prepare(settings, lambda what, done: show(what, round(100 * done), 100))
+            levers = [parse_lever(text) for text in options.lever] or default_levers(
+                settings, prepared.choice.threads, len(prepared.plan.stages), options.max_kl is not None
+            )
+            model = str(prepared.model.path)
+            tuning = Tuning(given, model, levers, traffic, options.max_kl, options.folder)
+            identity = f"{fingerprint(prepared.gguf).hex()}/{prepared.gguf.nbytes}"
+            del prepared
+            tuning.open(identity)
+            best = _known_best(tuning) if options.replay else tuning.search(60 * options.minutes, show)
+            confirmation: Confirmation | None = tuning.confirm(best, show) if best else None
+    except (UsageError, WorkloadError, LeverError, LaunchError, TuneError) as error:
+        return fail(error)
+    except KeyboardInterrupt:
+        return fail(TuneError(f"stopped; the same command goes on with {options.folder}"))
+    if confirmation is not None:
+        write_whole(options.folder / "hetero.toml", winner_toml(given, best))
+    print(markdown(traffic, tuning.outcomes, confirmation))
+    return 0
+
+
+def _traffic(options: Options) -> Traffic:
+    if options.rate is not None and options.concurrency is not None:
+        raise UsageError("--rate and --concurrency both say how requests arrive: give one of them")
+    workload = find_workload(options.workload)
+    sizes = Sizes(
+        lengths("--prompt-tokens", options.prompt_tokens), lengths("--output-tokens", options.output_tokens)
+    )
+    try:
+        limits = Limits() if options.slo is None else parse_limits(options.slo)
+    except ValueError as error:
+        raise UsageError(f"--slo: {error}") from None
+    if options.rate is not None:
+        load = Load(options.rate, options.burstiness, seconds=options.seconds)
+        sessions = max(8, round(2 * options.rate * options.seconds))
+    else:
+        load = Load(concurrency=options.concurrency or CLIENTS, seconds=options.seconds)
+        sessions = round(SESSIONS_A_SECOND * options.seconds)
+    return Traffic(workload, sizes, load, limits, options.share, sessions)
+
+
+def _known_best(tuning: Tuning) -> Any:
+    """What the record's search has found. Raises TuneError when there is none."""
+    from hetero.bench.search import Search
+
+    search = Search(tuning.levers)
+    for outcome in tuning.outcomes:
+        if outcome.seed == SEARCH_SEED and outcome.rejected is None:
+            search.tell(outcome.choice, outcome.score)
+    if not search.best:
+        raise TuneError(f"{tuning.folder}: no winner to replay: {describe(search.best)}")
+    return search.best
