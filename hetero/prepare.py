@@ -17,6 +17,7 @@ from backends.ggml.lib import GgmlError
 from backends.ggml.models import ModelConfig, NotNative, read_config
 from backends.ggml.models import ModelError as ConfigError
 from backends.llama.config import LlamaConfig, read_llama_config
+from backends.llama.library import knows
 from hetero.models import ModelError, ResolvedModel, resolve
 from hetero.plan import devices
 from hetero.plan.draft import DraftPlan, main_memory_bytes, plan_with_draft
@@ -130,14 +131,24 @@ def measure_devices(settings: Settings, progress: ProgressCallback) -> list[tupl
 def _read_config(gguf: GGUFFile, settings: Settings) -> ModelConfig | LlamaConfig:
     """For a graph of ours where there is one for the family, else for libllama."""
     if settings.engine == "llama":
-        return read_llama_config(gguf)
+        return _for_libllama(gguf)
     try:
         return read_config(gguf)
     except NotNative:
-        return read_llama_config(gguf)
+        return _for_libllama(gguf)
     except ConfigError as exc:
         remedy = "download the file again, or let libllama try it with --engine llama"
         raise ConfigError(f"{exc}; {remedy}") from None
+
+
+def _for_libllama(gguf: GGUFFile) -> LlamaConfig:
+    config = read_llama_config(gguf)
+    if not knows(gguf.architecture):
+        raise ConfigError(
+            f"{gguf.path.name}: model family {gguf.architecture!r} is known neither to hetero nor to its "
+            "libllama; a newer hetero may know it, or take another model"
+        )
+    return config
 
 
 @contextmanager

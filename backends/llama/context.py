@@ -122,7 +122,7 @@ class Context:
         model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
         if not model:
             reason = self._log.reason("libllama gave no reason")
-            raise DeviceError(f"{path.name}: libllama cannot load it: {reason}")
+            raise DeviceError(f"{path.name}: libllama cannot load it: {reason}; is the file whole?")
         return model
 
     def _open(self, spec: LlamaSpec, max_rows: int) -> Any:

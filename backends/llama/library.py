@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import ctypes
+import functools
+import os
 import re
+import tempfile
 from collections import Counter, deque
+from pathlib import Path
 from types import ModuleType
 from typing import Any
 
 from backends.ggml.lib import ggml
+from quant.gguf_writer import gguf_head
 
 LOG_ERROR = 4  # GGML_LOG_LEVEL_ERROR
 MAX_SEQUENCES = 256  # LLAMA_MAX_SEQ
@@ -53,7 +58,23 @@ class Log:
         return found
 
 
+@functools.cache
+def knows(architecture: str) -> bool:
+    """Whether this libllama has the family: asked with a file that has nothing but its name."""
+    llama, log = libllama(), Log()
+    llama.llama_backend_init()
+    params = llama.llama_model_default_params()
+    params.vocab_only = True
+    with tempfile.TemporaryDirectory(prefix="hetero-") as folder:
+        path = Path(folder) / "name.gguf"
+        path.write_bytes(gguf_head({"general.architecture": architecture}, []))
+        model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    if model:
+        llama.llama_model_free(model)
+    return not any("unknown model architecture" in error for error in log.errors)
+
+
 _installed: list[Any] = []
 
 
-__all__ = ["MAX_SEQUENCES", "Log", "libllama"]
+__all__ = ["MAX_SEQUENCES", "Log", "knows", "libllama"]

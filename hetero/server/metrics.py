@@ -125,14 +125,22 @@ class EngineCollector:
             "Parts of steps by how their KV was read, on devices without a kernel for block tables.",
             labels=["stage", "way"],
         )
+        again = CounterMetricFamily(
+            "hetero_stage_recomputed_tokens",
+            "Tokens that count as cached, but that libllama had given up and computed again.",
+            labels=["stage"],
+        )
         for index, totals in enumerate(stats.stages):
             seconds = stats.step_seconds
             busy.add_metric([str(index)], min(1.0, totals.busy_seconds / seconds) if seconds else 0.0)
             for counter, way in ATTENDED:
                 if counter in totals.counters:
                     attended.add_metric([str(index), way], totals.counters[counter])
+            if "recomputed_tokens" in totals.counters:
+                again.add_metric([str(index)], totals.counters["recomputed_tokens"])
         yield busy
         yield attended
+        yield again
 
 
 def _tiers(stats: Any) -> Iterator[Metric]:

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 import pytest
+from gguf_tools import rewrite, split_gguf
 from llama_models import FAMILIES
 from tiny_models import libllama_logits, tiny_model
 
@@ -21,7 +22,7 @@ from hetero import launch
 from hetero.batch import Batch
 from hetero.engine import Engine
 from hetero.pipeline.runner import Runner
-from hetero.prepare import prepare
+from hetero.prepare import LaunchError, prepare
 from hetero.request import FinishReason, OutputDelta, Request
 from hetero.sampling.params import SamplingParams
 from hetero.settings import Settings
@@ -209,3 +210,24 @@ def test_a_native_family_says_the_same_through_libllama(tmp_path: Path, serve: C
         served.finish()
     for n in range(3):
         assert ours.tokens(str(n)) == theirs.tokens(str(n))
+
+
+@pytest.mark.parametrize("isolate", ["auto", "off"])
+def test_a_damaged_model_is_one_line(tmp_path: Path, serve: Callable[..., Served], isolate: str) -> None:
+    """Where libllama misses a tensor: the file, the tensor, and what to look at."""
+    whole = FAMILIES["mpt"](tmp_path / "whole.gguf")
+    path = rewrite(whole, tmp_path / "cut.gguf", {}, {"blk.1.ffn_up.weight": None})
+    with pytest.raises(LaunchError) as caught:
+        serve(path, isolate=isolate)
+    line = str(caught.value)
+    assert line.startswith("cut.gguf: ") and "blk.1.ffn_up.weight" in line and "\n" not in line
+    assert line.endswith("; is the file whole?")
+
+
+def test_a_model_in_several_files(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    whole = FAMILIES["mpt"](tmp_path / "whole.gguf")
+    first, *_ = split_gguf(whole, tmp_path / "part", 3)
+    served = serve(first, isolate="off")
+    served.ask("one", [5, 6, 7])
+    served.finish()
+    assert_greedy(whole, [5, 6, 7], served.tokens("one"))

@@ -215,7 +215,7 @@ class FakeEngine:
             bytes_in=4,
             bytes_out=8,
             restarts=3,
-            counters={"attended_in_place": 6, "attended_gathered": 2},
+            counters={"attended_in_place": 6, "attended_gathered": 2, "recomputed_tokens": 3},
         )
         return SimpleNamespace(
             stages=[stage],

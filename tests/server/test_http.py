@@ -245,6 +245,7 @@ async def test_metrics(client: Client, engine: FakeEngine) -> None:
         'hetero_stage_restarts_total{stage="0"} 3.0',
         'hetero_stage_busy_fraction{stage="0"} 1.0',
         'hetero_stage_attended_total{stage="0",way="in place"} 6.0',
+        'hetero_stage_recomputed_tokens_total{stage="0"} 3.0',
         'hetero_time_to_first_token_seconds_bucket{le="1.0"} 3.0',
         "hetero_disk_cache_entries 4.0",
         "hetero_disk_cache_damaged_total 2.0",

@@ -17,6 +17,7 @@ from tiny_models import bpe_vocab, tiny_model
 from backends.base import DeviceSpec
 from backends.ggml.models import FAMILIES, ModelError
 from backends.llama.config import HYBRID, NOT_SERVED, RECURRENT, read_llama_config
+from backends.llama.library import knows
 from backends.llama.spec import LlamaSpec, read_spec
 from hetero.commands import plan as command
 from hetero.kv_types import KVTypes
@@ -176,6 +177,15 @@ def test_a_wrong_key_is_named(tmp_path: Path, change: dict, words: str) -> None:
     path = write_gguf(tmp_path / "m.gguf", metadata("falcon", **change), {})
     with pytest.raises(ModelError, match=words):
         read_llama_config(open_gguf(path))
+
+
+def test_a_family_that_nobody_knows(tmp_path: Path) -> None:
+    path = write_gguf(tmp_path / "m.gguf", metadata("nonsense"), {})
+    with pytest.raises(
+        LaunchError, match=r"^m\.gguf: model family 'nonsense' is known neither .* take another"
+    ):
+        prepare(Settings(model=str(path)))
+    assert knows("falcon") and knows("llama")
 
 
 def test_layers_may_differ(tmp_path: Path) -> None:
