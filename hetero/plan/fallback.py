@@ -69,8 +69,10 @@ def arrange(
 
 def notes_of(config: LlamaConfig, engine: str) -> tuple[str, ...]:
     """What the user goes without, a line for each thing. `engine`: the setting."""
-    forced = engine == "llama" and config.architecture in FAMILIES
-    why = "as --engine says" if forced else f"there is no graph of ours for family {config.architecture!r}"
+    family = f"family {config.architecture!r}"
+    why = f"there is no graph of ours for {family}"
+    if config.architecture in FAMILIES:
+        why = "as --engine says" if engine == "llama" else f"our graph of {family} does not take this file"
     lines = [
         f"libllama computes this model, {why}: several requests at a time are slower",
         "no RAM cache, no disk cache and no fp8 KV cache with libllama",
