@@ -219,24 +219,25 @@ class Damage:
 
 def load(path: Path) -> list[str]:
     """Everything that happens to a file before its weights are read. The refusals, each one line."""
-    from backends.ggml.models.config import ModelError, read_config
-    from backends.llama.config import read_llama_config
+    from hetero.plan.make import GUESSED
+    from hetero.prepare import LaunchError, prepare
+    from hetero.settings import Settings
     from hetero.text.special import fim_tokens
     from hetero.text.template import ChatTemplate, TemplateError
     from hetero.text.tokenizer import Tokenizer
     from quant.gguf import GGUFError, open_gguf
 
     refusals = []
+    for engine in ("auto", "llama"):
+        try:
+            prepare(Settings(model=str(path), engine=engine, device=("CPU",)), measure=GUESSED).gguf.close()
+        except LaunchError as error:
+            refusals.append(str(error))
     try:
         gguf = open_gguf(path)
     except GGUFError as error:
-        return [str(error)]
+        return [*refusals, str(error)]
     with gguf:
-        for read in (read_config, read_llama_config):
-            try:
-                read(gguf)
-            except ModelError as error:
-                refusals.append(str(error))
         try:
             tokenizer = Tokenizer(path)
         except ValueError as error:

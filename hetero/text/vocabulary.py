@@ -96,10 +96,9 @@ class _Vocabulary:
         work = int((sizes**3).sum() if model == "plamo2" else (sizes**2).sum())
         if work > (MAX_CUBES if model == "plamo2" else MAX_SQUARES):
             raise self.error("tokens", "holds too much text in long entries")
-        seen = [
-            token.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i if not token or b"\0" in token else token
-            for i, token in enumerate(tokens)
-        ]
+        seen = tokens
+        if not sizes.all() or b"\0" in b"".join(tokens):
+            seen = [token.split(b"\0", 1)[0] or b"[EMPTY_%d]" % i for i, token in enumerate(tokens)]
         unique = set(seen)
         if len(unique) != len(seen):
             first: dict[bytes, int] = {}
