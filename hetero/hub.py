@@ -21,37 +21,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
-from hetero.model_folder import ModelError, is_safe_name, models_in
+from hetero.hub_names import HubName, choose
+from hetero.model_folder import ModelError, is_safe_name
 from hetero.sizes import format_size
 from quant.split import parse_part_name
 
 ProgressCallback = Callable[[str, float], None]
 
-# Taken when a repository has several models and none is asked for: small, and still close to the original.
-PREFERRED = ("Q4_K_M", "Q5_K_M", "Q6_K", "Q8_0", "MXFP4", "Q4_K_S", "Q4_0", "F16", "BF16")
 _CHUNK = 1 << 20
 _NOT_MODELS = re.compile(r"(?:^|[-_.])(?:mmproj|imatrix)(?:[-_.]|$)", re.IGNORECASE)
-
-
-@dataclass(frozen=True, slots=True)
-class HubName:
-    """`hf:owner/repo[:which]` taken apart. `which` is a part of a file's name, such as Q5_K_M; "" for any."""
-
-    owner: str
-    repo: str
-    which: str
-
-    @property
-    def repo_id(self) -> str:
-        return f"{self.owner}/{self.repo}"
-
-    @property
-    def folder(self) -> str:
-        """The name of the repository's folder in the model folder."""
-        return f"{self.owner}--{self.repo}"
-
-    def __str__(self) -> str:
-        return f"hf:{self.repo_id}" + (f":{self.which}" if self.which else "")
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,28 +42,14 @@ class HubFile:
     sha256: str
 
 
-def parse_hub_name(model: str) -> HubName:
-    """Raises ModelError for what is not `hf:owner/repo[:which]`."""
-    found = re.fullmatch(r"hf:([\w.-]+)/([\w.-]+)(?::([\w.+-]+))?", model, re.ASCII)
-    if found is None or not all(is_safe_name(part) for part in found.groups("x")):
-        raise ModelError(f"{model[:200]!r}: must be hf:owner/repo or hf:owner/repo:QUANT, such as Q5_K_M")
-    return HubName(found[1], found[2], found[3] or "")
-
-
-def find_local(name: HubName, folder: Path) -> Path | None:
-    """The file (of a split model the first) that was downloaded for `name` before; None if none is whole."""
-    here = folder / name.folder
-    models = {model: files for model, files in models_in(here).items() if _is_whole(files)}
-    chosen = choose(name.which, list(models))
-    return models[chosen[0]][0] if len(chosen) == 1 else None
-
-
 def download(name: HubName, folder: Path, progress: ProgressCallback) -> Path:
     """Fetch what is missing of `name`, check all of it, and return its (first) file. Raises ModelError."""
     with _explained(name):
         files = _wanted(name, _list_files(name))
         target = folder / name.folder
         target.mkdir(parents=True, exist_ok=True)
+        if target.is_symlink():
+            raise ModelError(f"{name}: {target} is a link, and nothing is written through one; remove it")
         total, before = sum(file.nbytes for file in files), 0
         for file in files:
             what = f"{file.name} ({format_size(file.nbytes)})"
@@ -98,37 +62,9 @@ def download(name: HubName, folder: Path, progress: ProgressCallback) -> Path:
     return target / files[0].name
 
 
-def choose(which: str, models: Sequence[str]) -> list[str]:
-    """The models meant by `which`: one, or several (or none) that leave the choice to the user.
-
-    `which` is a model's name, or a piece of it between separators, in any case; pieces at the end, and names
-    without "UD" before them, come first. "" is the only model, or the one of PREFERRED.
-    """
-    if not which:
-        if len(models) <= 1:
-            return list(models)
-        preferred = [choose(quant, models) for quant in PREFERRED]
-        return next((one for one in preferred if len(one) == 1), list(models))
-    wanted = which.lower().removesuffix(".gguf")
-    for model in models:
-        if model.lower() == wanted:
-            return [model]
-    piece = re.compile(rf"(?:^|[-_.]){re.escape(wanted)}(?:[-_.]|$)")
-    found = [model for model in models if piece.search(model.lower())]
-    last = [
-        model for model in found if re.search(rf"(?:^|[-_.]){re.escape(wanted)}$", model.lower())
-    ] or found
-    return [model for model in last if f"ud-{wanted}" not in model.lower()] or last
-
-
-def _is_whole(files: Sequence[Path]) -> bool:
-    part = parse_part_name(files[0].name)
-    return part is None or len(files) == part.parts
-
-
 def _list_files(name: HubName) -> list[HubFile]:
     """The GGUF models of a repository."""
-    from huggingface_hub import HfApi
+    from huggingface_hub.hf_api import HfApi
 
     info = HfApi(endpoint=_endpoint()).model_info(name.repo_id, files_metadata=True)
     paths = [s for s in info.siblings or () if s.rfilename.lower().endswith(".gguf")]
@@ -179,9 +115,14 @@ def _fetch(name: HubName, file: HubFile, folder: Path, show: Callable[[str, int]
             if _is_same(target, file, show):
                 return
             for old in folder.glob(f".{file.name}.*.part"):
-                if old != part:  # of a file that the repository has replaced
+                if old != part or old.is_symlink():  # of a file that the repository has replaced
                     old.unlink(missing_ok=True)
-            _download_part(name, file, part, show)
+            cached = _in_cache(name, file, show)
+            if cached is None:
+                _download_part(name, file, part, show)
+            else:
+                part.unlink(missing_ok=True)
+                _link_or_copy(cached, part)
             part.replace(target)
     except Timeout:
         raise ModelError(f"{name}: another process is downloading {file.name}; wait for it") from None
@@ -198,9 +139,25 @@ def _is_same(path: Path, file: HubFile, show: Callable[[str, int], None]) -> boo
     return digest.hexdigest() == file.sha256
 
 
+def _in_cache(name: HubName, file: HubFile, show: Callable[[str, int], None]) -> Path | None:
+    """The file in the hub's own cache, where other programs may have put it."""
+    from huggingface_hub.file_download import try_to_load_from_cache
+
+    found = try_to_load_from_cache(name.repo_id, file.path)
+    path = Path(found).resolve() if isinstance(found, str) else None
+    return path if path is not None and _is_same(path, file, show) else None
+
+
+def _link_or_copy(source: Path, target: Path) -> None:
+    """The same bytes under a second name, in the same place on the disk if it can be."""
+    try:
+        os.link(source, target)
+    except OSError:
+        shutil.copyfile(source, target)
+
+
 def _download_part(name: HubName, file: HubFile, part: Path, show: Callable[[str, int], None]) -> None:
-    from huggingface_hub import hf_hub_url
-    from huggingface_hub.file_download import http_get
+    from huggingface_hub.file_download import hf_hub_url, http_get
     from huggingface_hub.utils import build_hf_headers
 
     with part.open("a+b") as opened:

@@ -74,10 +74,15 @@ def default_model() -> Path:
 
 
 def _from_hub(model: str, folder: Path, progress: Callable[[str, float], None]) -> Path:
-    from hetero.hub import download, find_local, parse_hub_name
+    from hetero.hub_names import find_local, parse_hub_name
 
     name = parse_hub_name(model)
-    return find_local(name, folder) or download(name, folder, progress)
+    found = find_local(name, folder)
+    if found is not None:
+        return found
+    from hetero.hub import download
+
+    return download(name, folder, progress)
 
 
 def _checked(path: Path) -> ResolvedModel:

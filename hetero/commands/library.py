@@ -31,7 +31,8 @@ def pull(model: str, as_json: bool) -> None:
 
 def _pull(model: str, as_json: bool) -> int:
     from hetero.commands.inspect import fail
-    from hetero.hub import download, parse_hub_name
+    from hetero.hub import download
+    from hetero.hub_names import parse_hub_name
     from hetero.model_folder import ModelError, model_name, models_folder
     from hetero.screen import loading
 

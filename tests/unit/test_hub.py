@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import hashlib
+import os
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 from hub_tools import Hub, running_hub
 
-from hetero.hub import HubName, choose, download, find_local, parse_hub_name
+from hetero.hub import download
+from hetero.hub_names import HubName, choose, find_local, parse_hub_name
 from hetero.model_folder import ModelError, list_names
 from hetero.models import resolve
 
@@ -139,6 +141,59 @@ def test_damage_on_the_way_is_noticed(hub: Hub, tmp_path: Path):
     path = get("hf:me/tiny-GGUF:Q4_K_M", tmp_path)
     path.write_bytes(BIG[:-1] + b"?")  # damaged here: pull mends it
     assert get("hf:me/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == BIG
+
+
+def in_cache(home: Path, file: str, data: bytes) -> Path:
+    """A file in the cache that other programs of the hub share: a link to a blob named after its SHA-256."""
+    repo = home / "hub" / "models--me--tiny-GGUF"
+    blob = repo / "blobs" / hashlib.sha256(BIG).hexdigest()
+    link = repo / "snapshots" / ("a" * 40) / file
+    for path in (blob, link, repo / "refs" / "main"):
+        path.parent.mkdir(parents=True, exist_ok=True)
+    blob.write_bytes(data)
+    link.symlink_to(blob)
+    (repo / "refs" / "main").write_text("a" * 40)
+    return blob
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symlinks need a privilege on Windows")
+def test_what_other_programs_have_downloaded(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path / "hf" / "hub"))
+    blob = in_cache(tmp_path / "hf", "tiny-Q4_K_M.gguf", BIG)
+    path = get("hf:me/tiny-GGUF:Q4_K_M", tmp_path)
+    assert hub.downloads == [] and path.read_bytes() == BIG
+    assert path.samefile(blob) and not path.is_symlink()  # takes no second place on the disk
+    path.unlink()
+    monkeypatch.setattr("hetero.hub.os.link", no_links)
+    path = get("hf:me/tiny-GGUF:Q4_K_M", tmp_path)
+    assert hub.downloads == [] and path.read_bytes() == BIG and not path.samefile(blob)
+    path.unlink()
+    blob.write_bytes(BIG[:-1] + b"?")
+    assert get("hf:me/tiny-GGUF:Q4_K_M", tmp_path).read_bytes() == BIG
+    assert len(hub.downloads) == 1
+
+
+def no_links(source: Path, target: Path) -> None:
+    raise OSError("another file system")
+
+
+@pytest.mark.skipif(os.name == "nt", reason="symlinks need a privilege on Windows")
+def test_nothing_is_written_through_a_link(hub: Hub, tmp_path: Path):
+    outside, folder = tmp_path / "outside", tmp_path / "models"
+    outside.mkdir()
+    folder.mkdir()
+    (folder / "me--tiny-GGUF").symlink_to(outside)
+    with pytest.raises(ModelError, match="is a link"):
+        get("hf:me/tiny-GGUF:Q4_K_M", folder)
+    assert list(outside.iterdir()) == []
+    (folder / "me--tiny-GGUF").unlink()
+    (folder / "me--tiny-GGUF").mkdir()
+    (outside / "file").write_bytes(b"precious")
+    part = f".tiny-Q4_K_M.gguf.{hashlib.sha256(BIG).hexdigest()[:12]}.part"
+    for name in (part, "tiny-Q4_K_M.gguf"):
+        (folder / "me--tiny-GGUF" / name).symlink_to(outside / "file")
+    assert get("hf:me/tiny-GGUF:Q4_K_M", folder).read_bytes() == BIG
+    assert (outside / "file").read_bytes() == b"precious"
 
 
 def test_two_at_once(hub: Hub, tmp_path: Path):
