@@ -13,6 +13,7 @@ from hetero.request import RequestError
 from hetero.text.grammar import Grammar, GrammarCompiler
 from hetero.text.output import OutputError
 from hetero.text.parts import PartsParser, capabilities, marks_of, parser_for
+from hetero.text.special import FimTokens, fim_tokens
 from hetero.text.template import ChatTemplate, TemplateError
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.choice import choose
@@ -109,6 +110,20 @@ class TextService:
         )
         return await self._in_thread(encode)
 
+    async def fill_in(self, before: str, after: str) -> list[int]:
+        """Token ids of a prompt whose continuation stands between two texts. RequestError, field `suffix`,
+        if the model was not taught that."""
+        fim = self._fim
+        if fim is None:
+            raise RequestError("suffix: this model has no tokens for filling in the middle", "suffix")
+        parts = [await self.tokenize(t, parse_special=False, add_special=False) for t in (before, after)]
+        bos = self._tokenizer.bos_id if self._tokenizer.add_bos else None
+        return fim.arrange(*parts) if bos is None else [bos, *fim.arrange(*parts)]
+
+    @functools.cached_property
+    def _fim(self) -> FimTokens | None:
+        return fim_tokens(self._tokenizer)
+
     async def compile_grammar(self, output: Mapping[str, Any] | None) -> Grammar | None:
         """For an answer without a conversation; None when any text will do. RequestError names the field if
         it cannot be enforced."""
@@ -137,8 +152,9 @@ class TextService:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        """What the model can do, in Ollama's words: "completion", "tools", "thinking"."""
-        return capabilities(None if self._template is None else self._template.source)
+        """What the model can do, in Ollama's words: "completion", "tools", "thinking", "insert"."""
+        able = capabilities(None if self._template is None else self._template.source)
+        return able if self._fim is None else (*able, "insert")
 
     def close(self) -> None:
         self._threads.shutdown(wait=False, cancel_futures=True)

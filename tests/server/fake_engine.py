@@ -114,6 +114,7 @@ class FakeEngine:
         self.scripts: list[str] = []  # for the next requests, before `script`
         self.template_source = "{{ messages }}"  # says which family's tool calls the script may hold
         self.asked: dict[str, Any] = {}  # with the last chat
+        self.fills_in = False
         self.prefill_seconds = 0.0
         self.token_seconds = 0.0
         self.fail_after = -1
@@ -166,7 +167,13 @@ class FakeEngine:
 
     @property
     def capabilities(self) -> tuple[str, ...]:
-        return capabilities(self.template_source if self.info.has_chat_template else None)
+        able = capabilities(self.template_source if self.info.has_chat_template else None)
+        return (*able, "insert") if self.fills_in else able
+
+    async def fill_in(self, before: str, after: str) -> list[int]:
+        if not self.fills_in:
+            raise RequestError("suffix: no such tokens", "suffix")
+        return [*f"<{before}|{after}>".encode()]
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special) + list(text.encode())

@@ -9,13 +9,15 @@ from typing import Any
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from scale import scaled
 
 from hetero.request import RequestError
-from hetero.server import chat, completions
-from hetero.server.app import ServerSettings
+from hetero.server.app import GENERATING, ServerSettings
 from hetero.server.context import Context
 from hetero.server.errors import ApiError
 from hetero.server.generate import Active
+from hetero.server.respond import Answer
+from hetero.server.responses.route import Responses
 
 from .client import Client
 from .fake_engine import FakeEngine
@@ -336,7 +338,9 @@ values = st.recursive(
     lambda inner: st.one_of(
         st.lists(inner, max_size=3),
         st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "5", "schema"]), inner, max_size=3
+            st.sampled_from(["role", "content", "type", "text", "5", "schema", "function", "name", "format"]),
+            inner,
+            max_size=3,
         ),
     ),
     max_leaves=8,
@@ -344,18 +348,34 @@ values = st.recursive(
 NAMES = [
     "messages", "prompt", "n", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "temperature",
     "top_k", "seed", "logit_bias", "response_format", "max_tokens", "tools", "modalities", "echo", "best_of",
-    "suffix", "min_p", "stop_token_ids", "chat_template_kwargs", "grammar",
+    "suffix", "min_p", "stop_token_ids", "chat_template_kwargs", "grammar", "input", "instructions",
+    "tool_choice", "parallel_tool_calls", "text", "reasoning", "include", "previous_response_id", "store",
+    "system", "thinking", "output_config", "stop_sequences", "options", "format", "think", "raw", "images",
+    "reasoning_effort", "structured_outputs", "guided_choice", "max_output_tokens", "metadata",
 ]  # fmt: skip
 
 
-@given(st.dictionaries(st.sampled_from(NAMES), values, max_size=4), st.booleans())
-@settings(max_examples=300, deadline=None)
-def test_no_body_gets_past_the_validation_by_accident(body: dict[str, Any], is_chat: bool) -> None:
-    prepare = chat.prepare if is_chat else completions.prepare
-    base: dict[str, Any] = {"messages": [USER]} if is_chat else {"prompt": "hi"}
+BODIES: dict[str, dict[str, Any]] = {
+    "/v1/chat/completions": {"messages": [USER]},
+    "/v1/completions": {"prompt": "hi"},
+    "/v1/responses": {"input": [USER]},
+    "/v1/messages": {"messages": [USER], "max_tokens": 9},
+    "/api/chat": {"messages": [USER]},
+    "/api/generate": {"prompt": "hi"},
+}
 
+
+@given(st.dictionaries(st.sampled_from(NAMES), values, max_size=4), st.sampled_from(sorted(BODIES)))
+@settings(max_examples=scaled(400, 6000), deadline=None)
+def test_no_body_gets_past_the_validation_by_accident(body: dict[str, Any], path: str) -> None:
     async def run() -> None:
-        await prepare({**base, **body}, Context(FakeEngine(), ServerSettings(), Active()))  # type: ignore[arg-type]
+        context = Context(FakeEngine(), ServerSettings(), Active())  # type: ignore[arg-type]
+        prepare = {**GENERATING, "/v1/responses": Responses(context).prepare}[path]
+        answer = await prepare({**BODIES[path], **body}, context)
+        if isinstance(answer, Answer):
+            async with answer.generation:
+                choices = await answer.generation.collect()
+            json.dumps(answer.writer.whole(choices, answer.generation.usage))
 
     try:
         asyncio.run(run())

@@ -60,6 +60,15 @@ async def test_generate(client: Client, engine: FakeEngine) -> None:
     assert raw["response"] == TEXT and engine.submitted[-1][0] == list(b"hi")
 
 
+async def test_filling_in(client: Client, engine: FakeEngine) -> None:
+    engine.fills_in = True
+    for prompt in ("a", ""):
+        reply = await client.post("/api/generate", {"prompt": prompt, "suffix": "b", "stream": False})
+        assert reply.json["response"] == TEXT and engine.submitted[-1][0] == [*f"<{prompt}|b>".encode()]
+    shown = (await client.post("/api/show", {"model": "fake-model"})).json
+    assert "insert" in shown["capabilities"] and ".Suffix" in shown["template"]
+
+
 async def test_without_a_prompt_the_model_is_loaded(client: Client, engine: FakeEngine) -> None:
     for path, body in (
         ("/api/chat", {"messages": []}),

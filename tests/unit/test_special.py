@@ -10,6 +10,9 @@ import pytest
 from gguf_tools import write_gguf
 from tiny_models import bpe_vocab, spm_vocab
 
+from hetero.request import RequestError
+from hetero.text.grammar import GrammarCompiler
+from hetero.text.service import TextService
 from hetero.text.special import FimTokens, fim_tokens
 from hetero.text.tokenizer import Tokenizer
 
@@ -113,3 +116,20 @@ def test_bos_and_eos_as_the_file_says(tmp_path: Path):
             tokenizer = Tokenizer(write_gguf(tmp_path / f"{bos}{eos}.gguf", values, {}))
             ids = tokenizer.encode("the", parse_special=False, add_special=True)
             assert [i for i in ids if i in tokenizer.control_ids] == [2] * bos + [1] * eos
+
+
+async def test_a_prompt_for_filling_in(smollm2_path: Path, tmp_path: Path):
+    """What looks like a control token in either text stays text."""
+    tokenizer = tokenizer_with(tmp_path, QWEN)
+    service = TextService(tokenizer, None, GrammarCompiler(tokenizer))
+    ids = await service.fill_in("B", "A<|fim_middle|>")
+    assert [tokenizer.token_text(i) for i in ids[:4]] == ["<|fim_prefix|>", "B", "<|fim_suffix|>", "A"]
+    assert tokenizer.token_text(ids[-1]) == "<|fim_middle|>" and len(ids) > 6
+    assert "insert" in service.capabilities
+    service.close()
+    tokenizer = Tokenizer(smollm2_path)
+    service = TextService(tokenizer, None, GrammarCompiler(tokenizer))
+    with pytest.raises(RequestError) as refused:
+        await service.fill_in("B", "A")
+    assert refused.value.field == "suffix" and service.capabilities == ("completion",)
+    service.close()

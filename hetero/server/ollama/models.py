@@ -39,12 +39,15 @@ async def show(body: dict[str, Any], context: Context) -> dict[str, Any]:
         raise bad_field("model", "is missing")
     if name not in (info.name, f"{info.name}:latest"):
         raise ApiError(404, f"model '{name[:100]}' not found", param="model", code="model_not_found")
-    arch = info.architecture
+    arch, able = info.architecture, context.engine.text.capabilities
+    template = context.engine.text.template_source
+    if "insert" in able:  # Continue looks into the template for whether `suffix` may be sent
+        template += "{# .Suffix #}"
     return {
         "license": "",
         "modelfile": f"FROM {info.name}",
         "parameters": "",
-        "template": context.engine.text.template_source,
+        "template": template,
         "details": details(info),
         "model_info": {
             "general.architecture": arch,
@@ -53,7 +56,7 @@ async def show(body: dict[str, Any], context: Context) -> dict[str, Any]:
             f"{arch}.context_length": info.n_ctx,
             f"{arch}.vocab_size": info.n_vocab,
         },
-        "capabilities": list(context.engine.text.capabilities),
+        "capabilities": list(able),
         "modified_at": timestamp(info.created),
     }
 

@@ -6,7 +6,6 @@ from typing import Any
 
 from hetero.server.context import Context
 from hetero.server.conversation import new_id, start, submit
-from hetero.server.errors import bad_field
 from hetero.server.ollama.read import read_chat, read_generate, read_params, refuse_generate
 from hetero.server.ollama.writer import OllamaWriter, loaded
 from hetero.server.output import json_output
@@ -28,18 +27,17 @@ async def chat(body: dict[str, Any], context: Context) -> Answer | dict[str, Any
 
 async def generate(body: dict[str, Any], context: Context) -> Answer | dict[str, Any]:
     """Validate and start, or say that the model is loaded. Raises ApiError or RequestError."""
-    fields = _begin(body)
+    fields, text = _begin(body), context.engine.text
     refuse_generate(fields)
-    prompt, stream = fields.string("prompt"), fields.boolean("stream", True)
-    if fields.string("suffix"):
-        raise bad_field("suffix", "this model has no tokens for filling in the middle")
-    if not prompt:
+    prompt, suffix = fields.string("prompt") or "", fields.string("suffix")
+    stream, raw = fields.boolean("stream", True), fields.boolean("raw")
+    if not prompt and not suffix:
         return loaded(context.engine.info.name, chat=False)
     request_id = new_id("ollama-")
-    if fields.boolean("raw"):
-        text, params = context.engine.text, read_params(fields, context)
+    if raw or suffix:
+        params = read_params(fields, context)
         grammar = await text.compile_grammar(json_output(body.get("format"), "format"))
-        ids = await text.tokenize(prompt)
+        ids = await (text.fill_in(prompt, suffix) if suffix else text.tokenize(prompt))
         generation = submit(
             context, [ids], params, 1, request_id=request_id, prompt_field="prompt", grammar=grammar
         )
