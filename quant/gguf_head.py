@@ -69,7 +69,10 @@ class TensorInfo(NamedTuple):
 
 
 class Head(NamedTuple):
-    """What stands before the tensors' data. A file that is not split is part 0 of 1."""
+    """What stands before the tensors' data. A file that is not split is part 0 of 1.
+
+    The metadata ends at byte `metadata_end`.
+    """
 
     version: int
     metadata: dict[str, object]
@@ -77,6 +80,7 @@ class Head(NamedTuple):
     number: int
     parts: int
     all_tensors: int | None
+    metadata_end: int
 
 
 class HeadParser:
@@ -146,7 +150,7 @@ class HeadParser:
                 raise self.fail(f"metadata key {key!r} occurs twice")
             types[key] = self.take(READ_U32, f"the type of {key!r}")
             metadata[key] = self.take_value(key, types[key])
-        alignment = self.check_metadata(metadata, types)
+        alignment, metadata_end = self.check_metadata(metadata, types), self.pos
         infos = [self.take_tensor_info(index, alignment) for index in range(n_tensors)]
         tensors, end = self.place_tensors(infos, alignment)
         if bytes(self.view[end : end + 4]) == MAGIC:
@@ -154,7 +158,7 @@ class HeadParser:
                 "another GGUF file follows in it; do not join the parts of a split model with cat",
                 "leave them in one folder and name the first",
             )
-        return Head(version, metadata, tensors, *self.split_of(metadata, types))
+        return Head(version, metadata, tensors, *self.split_of(metadata, types), metadata_end)
 
     def take_value(self, key: str, value_type: int) -> object:
         what = f"the value of {key!r}"

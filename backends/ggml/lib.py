@@ -25,6 +25,9 @@ TYPE_F32, TYPE_F16, TYPE_Q8_0, TYPE_I32, TYPE_I64 = 0, 1, 8, 26, 27
 WORD_BUFFER, WORD_NE, WORD_NB, WORD_SRC, WORD_VIEW_OFFSET, WORD_DATA = 1, 2, 6, 19, 30, 31
 TENSOR_WORDS = 42
 
+# ggml's CPU code for the levels of backends/cpu/features.py below the best, best first
+OLDER_VARIANTS = {"avx2": ("haswell",), "avx_vnni": ("alderlake", "haswell")}
+
 STATUS_SUCCESS = 0
 LOG_WARN, LOG_ERROR = 3, 4
 BUFFER_USAGE_WEIGHTS, BUFFER_USAGE_COMPUTE = 1, 2
@@ -164,6 +167,7 @@ SIGNATURES: dict[str, tuple] = {
     "backend_reg_get": ("registry", P, SIZE),
     "backend_dev_count": ("registry", SIZE),
     "backend_dev_get": ("registry", P, SIZE),
+    "backend_load": ("registry", P, STR),
     "backend_load_all_from_path": ("registry", None, STR),
     "threadpool_params_init": ("base", None, P, I32),
     "log_set": ("base", None, P, P),
@@ -193,7 +197,10 @@ class Library:
         self._assert_tensor_layout()
 
     def _load_backends(self) -> None:
-        """In a build whose backends are separate libraries, load those that run here, the best CPU one."""
+        """In a build whose backends are separate libraries, load those that run here, the best CPU one.
+
+        Beside an executable (build/) may lie more: in the folder hetero-backends.
+        """
 
         @C.CFUNCTYPE(None, I32, STR, P)
         def complain(level: int, text: bytes, _: int) -> None:
@@ -202,7 +209,14 @@ class Library:
 
         self.log_set(C.cast(complain, P), None)  # which library was loaded from where is no news
         if not self.backend_dev_count():
-            self.backend_load_all_from_path(os.fsencode(self.folder))
+            older = _variants_of_level(self.folder)
+            if older:
+                for path in [*_backends(self.folder), *older[:1]]:
+                    self.backend_load(os.fsencode(path))
+            else:
+                self.backend_load_all_from_path(os.fsencode(self.folder))
+        for path in _backends(beside_executable()):
+            self.backend_load(os.fsencode(path))
         self.log_set(None, None)
 
     def __getattr__(self, name: str):  # only reached for a name that SIGNATURES lacks
@@ -274,8 +288,40 @@ def library_folder() -> Path:
     return Path(spec.origin).parent / "lib"
 
 
+def cpu_variants(folder: Path) -> list[str]:
+    """The CPUs that a build has code for, where it is in libraries of its own: haswell, zen4, …"""
+    return [path.name.split("ggml-cpu-")[1].split(".")[0] for path in _libraries(folder, "ggml-cpu-")]
+
+
+def beside_executable() -> Path | None:
+    """Where further backends of ggml may lie: hetero-backends, beside the executable."""
+    file = os.environ.get("HETERO_EXECUTABLE") or sys.executable
+    return Path(file).parent / "hetero-backends" if getattr(sys, "frozen", False) else None
+
+
+def _variants_of_level(folder: Path) -> list[Path]:
+    """CPU code for the lower level that HETERO_CPU_LEVEL names, best first; [] to take the best there is."""
+    names = OLDER_VARIANTS.get(os.environ.get("HETERO_CPU_LEVEL", ""), ())
+    return [path for name in names for path in _libraries(folder, f"ggml-cpu-{name}")]
+
+
+def _backends(folder: Path | None) -> list[Path]:
+    """Libraries of backends other than the CPU's."""
+    paths = _libraries(folder, "ggml-") if folder else []
+    return [path for path in paths if not any(part in path.name for part in ("ggml-base", "ggml-cpu"))]
+
+
+def _libraries(folder: Path, stem: str) -> list[Path]:
+    prefix, suffix = _naming()
+    return sorted(folder.glob(f"{prefix}{stem}*{suffix}"))
+
+
+def _naming() -> tuple[str, str]:
+    return {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))
+
+
 def _find(folder: Path, stem: str) -> Path | None:
-    prefix, suffix = {"win32": ("", ".dll"), "darwin": ("lib", ".dylib")}.get(sys.platform, ("lib", ".so"))
+    prefix, suffix = _naming()
     names = [f"{prefix}{stem}{suffix}"]
     if stem == "ggml":  # some builds name the registry after what they link
         names += [p.name for p in sorted(folder.glob(f"{prefix}ggml.*{suffix}"))]

@@ -6,6 +6,7 @@ import ctypes
 import functools
 import os
 import re
+import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +46,8 @@ class Tokenizer:
         # libllama aborts the process on some malformed files: look first.
         with open_gguf(self.path) as gguf:
             check_vocabulary(self.path, gguf.metadata)
-        self._model = _load_vocab(self.path)
+            head = gguf.metadata_bytes() if gguf.is_inside else None
+        self._model = _load_vocab(self.path) if head is None else _load_vocab_of(self.path, head)
         self.vocab_pointer: int = llama.llama_model_get_vocab(self._model)
         vocab = self.vocab_pointer
         self.n_vocab: int = llama.llama_vocab_n_tokens(vocab)
@@ -233,8 +235,16 @@ class Tokenizer:
             capacity = -count
 
 
-def _load_vocab(path: Path) -> int:
-    """libllama's model pointer for the vocabulary alone."""
+def _load_vocab_of(path: Path, head: bytes) -> int:
+    """The same for a model inside another file, which libllama cannot read: from its metadata."""
+    with tempfile.TemporaryDirectory(prefix="hetero-vocab-") as folder:
+        file = Path(folder, "vocab.gguf")
+        file.write_bytes(head)
+        return _load_vocab(file, path)
+
+
+def _load_vocab(path: Path, called: Path | None = None) -> int:
+    """libllama's model pointer for the vocabulary alone; errors call the file by its other name."""
     llama.llama_log_set(_log, ctypes.c_void_p(0))
     llama.llama_backend_init()
     params = llama.llama_model_default_params()
@@ -245,5 +255,5 @@ def _load_vocab(path: Path) -> int:
     model = llama.llama_model_load_from_file(os.fsencode(path), params)
     if not model:
         reason = " ".join(_errors[0].split(": ", 1)[-1].split()) if _errors else "libllama gave no reason"
-        raise ValueError(f"{path}: the vocabulary cannot be loaded: {reason}; {AGAIN}")
+        raise ValueError(f"{called or path}: the vocabulary cannot be loaded: {reason}; {AGAIN}")
     return model

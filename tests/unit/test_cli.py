@@ -69,7 +69,9 @@ def test_help_is_quick():
 
 def test_version():
     code, out, _, _ = hetero("--version")
-    assert code == 0 and re.fullmatch(r"hetero, version \d+\.\d+\.\d+\S*\n", out)
+    assert code == 0 and len(out.splitlines()) == 2
+    assert re.match(r"hetero \d+\.\d+\.\d+\S* \(commit ([0-9a-f]{12}|unknown)\)\nggml 0\.25\.\d+ \(", out)
+    assert "backends CPU" in out and "CPU code for" in out
 
 
 @pytest.mark.parametrize("name", COMMANDS)
