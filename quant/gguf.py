@@ -34,18 +34,18 @@ class _Part:
 
     def __init__(self, path: Path, file: BinaryIO, start: int, mapped: mmap.mmap, head: Head):
         self.path, self.head, self.size = path, head, len(mapped)
-        self._start = start
+        self.start = start
         self._file, self._mmap = file, mapped
         self._reading = threading.Lock()
         self.bytes: np.ndarray | None = np.frombuffer(mapped, np.uint8)
 
     @property
     def is_inside(self) -> bool:
-        return self._start > 0
+        return self.start > 0
 
     def read_at(self, out: memoryview, at: int) -> int:
         """Read bytes from `at` on into `out`; how many."""
-        at += self._start
+        at += self.start
         if hasattr(os, "preadv"):
             return os.preadv(self._file.fileno(), [out], at)
         with self._reading:
@@ -102,6 +102,11 @@ class GGUFFile:
     def is_inside(self) -> bool:
         """Whether the model is a part of another file, which no other program could read."""
         return any(part.is_inside for part in self._parts)
+
+    @property
+    def offset(self) -> int:
+        """Where it begins in the file at `path`, in bytes."""
+        return self._parts[0].start
 
     def metadata_bytes(self) -> bytes:
         """A GGUF of its own with the same metadata, byte for byte, and no tensors."""

@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from backends.ggml.devices import DeviceError, open_device
-from backends.llama.library import Log, libllama
+from backends.llama.library import Log, libllama, opened_at
 from backends.llama.spec import LlamaSpec
 from quant.types import TYPE_IDS
 
@@ -38,14 +38,16 @@ class Context:
         max_rows: int,
         extra_buffers: bool,
         progress: Progress = lambda share: None,
+        offset: int = 0,
     ):
+        """The model begins at byte `offset` of the file at `path`."""
         self._llama = libllama()
         self._log = Log()
         self._llama.llama_backend_init()
         self.max_tokens = max(max_tokens, spec.sequences)
         self._model = self._context = None
         try:
-            self._model = self._load(path, spec, extra_buffers, progress)
+            self._model = self._load(path, offset, spec, extra_buffers, progress)
             self._context = self._open(spec, max(max_rows, spec.sequences))
         except BaseException:
             self.close()
@@ -104,7 +106,7 @@ class Context:
             self._llama.llama_model_free(self._model)
         self._context = self._model = None
 
-    def _load(self, path: Path, spec: LlamaSpec, extra_buffers: bool, progress: Progress) -> Any:
+    def _load(self, path: Path, offset: int, spec: LlamaSpec, extra_buffers: bool, progress: Progress) -> Any:
         params = self._llama.llama_model_default_params()
         handles = _handles(spec)
         params.devices = ctypes.cast(handles, ctypes.c_void_p)
@@ -119,7 +121,11 @@ class Context:
 
         callback = self._llama.llama_progress_callback(loaded)
         params.progress_callback = callback
-        model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
+        if offset:
+            with opened_at(path, offset) as file:
+                model = self._llama.llama_model_load_from_file_ptr(file, params)
+        else:  # by name, so that the parts of a split model are found
+            model = self._llama.llama_model_load_from_file(os.fsencode(path), params)
         if not model:
             reason = self._log.reason("libllama gave no reason")
             raise DeviceError(f"{path.name}: libllama cannot load it: {reason}; is the file whole?")

@@ -6,8 +6,11 @@ import ctypes
 import functools
 import os
 import re
+import sys
 import tempfile
 from collections import Counter, deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -58,6 +61,30 @@ class Log:
         return found
 
 
+@contextmanager
+def opened_at(path: Path, offset: int) -> Iterator[int]:
+    """A C library's FILE pointer to byte `offset` of a file. Raises OSError."""
+    if sys.platform == "win32":  # where a name of bytes could not hold every letter
+        libc = ctypes.CDLL("ucrtbase")
+        start, seek, names = libc._wfopen, libc._fseeki64, (str(path), "rb")
+        start.argtypes = (ctypes.c_wchar_p, ctypes.c_wchar_p)
+    else:
+        libc = ctypes.CDLL(None)
+        start, seek, names = libc.fopen, libc.fseeko, (os.fsencode(path), b"rb")
+        start.argtypes = (ctypes.c_char_p, ctypes.c_char_p)
+    start.restype, libc.fclose.argtypes = ctypes.c_void_p, (ctypes.c_void_p,)
+    seek.argtypes = (ctypes.c_void_p, ctypes.c_int64, ctypes.c_int)
+    file = start(*names)
+    if not file:
+        raise FileNotFoundError(f"{path}: cannot be opened")
+    try:
+        if seek(file, offset, os.SEEK_SET):
+            raise OSError(f"{path}: has no byte {offset}")
+        yield file
+    finally:
+        libc.fclose(file)
+
+
 @functools.cache
 def knows(architecture: str) -> bool:
     """Whether this libllama has the family: asked with a file that has nothing but its name."""
@@ -77,4 +104,4 @@ def knows(architecture: str) -> bool:
 _installed: list[Any] = []
 
 
-__all__ = ["MAX_SEQUENCES", "Log", "knows", "libllama"]
+__all__ = ["MAX_SEQUENCES", "Log", "knows", "libllama", "opened_at"]

@@ -170,7 +170,8 @@ def open_stage(
     """Load the model. Raises DeviceError."""
     extra = extra_buffers_work({info.type for info in gguf.tensors.values()})
     loaded = _reporter(gguf, report)
-    return LlamaStage(Context(gguf.path, llama, spec.max_tokens, spec.max_logits, extra, loaded), spec, llama)
+    sizes = (spec.max_tokens, spec.max_logits)
+    return LlamaStage(Context(gguf.path, llama, *sizes, extra, loaded, gguf.offset), spec, llama)
 
 
 def _argmax(logits: np.ndarray) -> np.ndarray:

@@ -20,13 +20,16 @@ from backends.llama.spec import LlamaSpec
 from backends.llama.stage import LlamaStage, open_stage
 from hetero import launch
 from hetero.batch import Batch
+from hetero.commands import package
 from hetero.engine import Engine
+from hetero.models import resolve
 from hetero.pipeline.runner import Runner
 from hetero.prepare import LaunchError, prepare
 from hetero.request import FinishReason, OutputDelta, Request
 from hetero.sampling.params import SamplingParams
 from hetero.settings import Settings
 from quant.gguf import open_gguf
+from quant.one_file import Footer
 
 BLOCKS, MAX_TOKENS = 64, 64
 STATES = {"mamba2", "rwkv7", "lfm2"}
@@ -228,6 +231,17 @@ def test_a_model_in_several_files(tmp_path: Path, serve: Callable[..., Served]) 
     whole = FAMILIES["mpt"](tmp_path / "whole.gguf")
     first, *_ = split_gguf(whole, tmp_path / "part", 3)
     served = serve(first, isolate="off")
+    served.ask("one", [5, 6, 7])
+    served.finish()
+    assert_greedy(whole, [5, 6, 7], served.tokens("one"))
+
+
+def test_a_model_inside_an_executable(tmp_path: Path, serve: Callable[..., Served]) -> None:
+    whole = FAMILIES["stablelm"](tmp_path / "whole.gguf")
+    base, out = tmp_path / "base", tmp_path / "office"
+    base.write_bytes(b"MZ" + bytes(98) + Footer(4, 96, 1 << 20, 100, 0, b"0123456789abcdef").packed())
+    package.write(base, out, {}, resolve(str(whole)))
+    served = serve(out)
     served.ask("one", [5, 6, 7])
     served.finish()
     assert_greedy(whole, [5, 6, 7], served.tokens("one"))
