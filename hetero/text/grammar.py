@@ -118,7 +118,7 @@ class GrammarCompiler:
         with self._lock:
             matcher = self._cache.pop(grammars, None)
             if self._ll_tokenizer is None:
-                self._ll_tokenizer = _index_vocabulary(self._tokenizer)
+                self._ll_tokenizer = _index_vocabulary(self._tokenizer, field)
         if matcher is None:
             matcher = _compile(self._ll_tokenizer, grammars, field)
         with self._lock:
@@ -140,15 +140,18 @@ def _compile(tokenizer: LLTokenizer, grammars: str, field: str) -> LLMatcher:
     return matcher
 
 
-def _index_vocabulary(tokenizer: Tokenizer) -> LLTokenizer:
+def _index_vocabulary(tokenizer: Tokenizer, field: str) -> LLTokenizer:
     """llguidance's view of the vocabulary, as `llguidance.llamacpp` makes it from deprecated functions."""
-    return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # missing in its stubs
-        tokens=[tokenizer.grammar_bytes(token_id) for token_id in range(tokenizer.n_vocab)],
-        vocab_ptr=tokenizer.vocab_pointer,
-        tokenize_fptr=ctypes.cast(llama.llama_tokenize, ctypes.c_void_p).value,
-        eos_token=sorted(tokenizer.eog_ids),
-        slices=LLTokenizer.json_slices(),
-    )
+    try:
+        return LLTokenizer.from_llamacpp(  # type: ignore[attr-defined]  # missing in its stubs
+            tokens=[tokenizer.grammar_bytes(token_id) for token_id in range(tokenizer.n_vocab)],
+            vocab_ptr=tokenizer.vocab_pointer,
+            tokenize_fptr=ctypes.cast(llama.llama_tokenize, ctypes.c_void_p).value,
+            eos_token=sorted(tokenizer.eog_ids),
+            slices=LLTokenizer.json_slices(),
+        )
+    except ValueError as error:  # nothing in it ends a generation, for one
+        raise OutputError(f"cannot be enforced with this model's vocabulary: {error}", field) from None
 
 
 def _one_line(text: str) -> str:

@@ -13,6 +13,8 @@ from tiny_models import bpe_vocab
 from vocabularies import VOCABULARIES, charsmap
 
 from hetero.text.charsmap import check_charsmap
+from hetero.text.grammar import GrammarCompiler
+from hetero.text.output import OutputError
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.vocabulary import MAX_SPECIAL, MAX_TOKEN_BYTES
 
@@ -150,3 +152,10 @@ def test_more_entries_than_tokens_are_as_good(tmp_path: Path):
     longer = np.zeros(400, np.int32)
     vocabulary = VOCABULARIES["llama"]() | {"tokenizer.ggml.scores": longer}
     assert Tokenizer(write(tmp_path, vocabulary)).n_vocab == 353  # and scores may be whole numbers
+
+
+def test_a_vocabulary_without_an_end_can_hold_no_answer_to_a_schema(tmp_path: Path):
+    tokenizer = Tokenizer(write(tmp_path, VOCABULARIES["rwkv"]()))
+    assert tokenizer.eog_ids == frozenset()
+    with pytest.raises(OutputError, match="cannot be enforced with this model's vocabulary"):
+        GrammarCompiler(tokenizer).compile({"type": "json_object"})
