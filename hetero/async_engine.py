@@ -32,13 +32,17 @@ DRAIN_POLL_SECONDS = 0.02
 
 @dataclass(frozen=True, slots=True)
 class ModelInfo:
-    """What is served. `n_ctx` bounds prompt and answer together; `created` is in unix seconds."""
+    """What is served. `n_ctx` bounds prompt and answer together; `created` is in unix seconds.
+
+    `max_num_seqs` requests are computed at a time.
+    """
 
     name: str
     architecture: str
     n_ctx: int
     n_vocab: int
     kv_tokens: int
+    max_num_seqs: int
     n_params: int
     size_bytes: int
     quantization: str

@@ -302,6 +302,7 @@ def _model_info(prepared: Prepared, settings: Settings, n_ctx: int, has_template
         n_ctx=n_ctx,
         n_vocab=prepared.config.n_vocab,
         kv_tokens=prepared.plan.kv_tokens,
+        max_num_seqs=settings.max_num_seqs,
         n_params=count_parameters(prepared.gguf),
         size_bytes=prepared.gguf.nbytes,
         quantization=quantization(prepared.gguf),

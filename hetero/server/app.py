@@ -1,12 +1,13 @@
 """The HTTP application: routes, what wraps them, and how it is run and stopped.
 
-GET, HEAD  /health                   200 while generation can progress, else 503 with the reason
+GET, HEAD  /health, /v1/health       200 while generation can progress, else 503 with the reason
            /metrics                  Prometheus
            /v1/models, /v1/models/{id}
 POST       /v1/chat/completions, /v1/completions
            /v1/responses             and GET, DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items
            /v1/messages, /v1/messages/count_tokens
            /api/chat, /api/generate, /api/show; GET /api/version, /api/tags, /api/ps
+           /completion, /infill, /tokenize, /detokenize, /apply-template; GET /props, /slots
 
 Any model name is accepted where something is generated, and answered by the one model.
 """
@@ -28,6 +29,7 @@ from hetero.server.dialects import error_response
 from hetero.server.errors import as_api_error, json_response
 from hetero.server.generate import Active
 from hetero.server.handlers import computing, generating, telling
+from hetero.server.llamacpp import route as llamacpp
 from hetero.server.metrics import Metrics
 from hetero.server.ollama import models as ollama_models
 from hetero.server.ollama import route as ollama
@@ -50,15 +52,23 @@ GENERATING: dict[str, Prepare] = {
     "/v1/messages": anthropic.prepare,
     "/api/chat": ollama.chat,
     "/api/generate": ollama.generate,
+    "/completion": llamacpp.completion,
+    "/completions": llamacpp.completion,
+    "/infill": llamacpp.infill,
 }
 COMPUTING: dict[str, Compute] = {
     "/v1/messages/count_tokens": anthropic.count,
     "/api/show": ollama_models.show,
+    "/tokenize": llamacpp.tokenize,
+    "/detokenize": llamacpp.detokenize,
+    "/apply-template": llamacpp.apply_template,
 }
 TELLING: dict[str, Callable[[Context], dict[str, Any]]] = {
     "/api/version": ollama_models.version,
     "/api/tags": ollama_models.tags,
     "/api/ps": ollama_models.ps,
+    "/props": llamacpp.props,
+    "/slots": llamacpp.slots,
 }
 ACTIVE = web.AppKey("active", Active)
 
@@ -84,6 +94,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
 
     app.on_response_prepare.append(add_cors)
     app.router.add_get("/health", health)
+    app.router.add_get("/v1/health", health)
     app.router.add_get("/metrics", metrics.handle)
     app.router.add_get("/v1/models", telling(models.model_list, context))
     app.router.add_get("/v1/models/{id:.+}", one_model)

@@ -41,7 +41,7 @@ async def prepare(body: dict[str, Any], context: Context) -> Answer:
         limit = DEFAULT_MAX_TOKENS
     params = openai.sampling_params(fields, engine.info.n_vocab, max_tokens=limit, logprobs=logprobs)
     grammar = await engine.text.compile_grammar(read_output(fields))
-    prompts = [p if isinstance(p, list) else await engine.text.tokenize(p) for p in given]
+    prompts = await _encode(given, fields.string("suffix"), context)
     if not all(prompts):
         raise bad_field("prompt", "is empty: no tokens to start from")
     echoes = [p if isinstance(p, str) else engine.text.decode(p) for p in given] if echo else None
@@ -53,11 +53,19 @@ async def prepare(body: dict[str, Any], context: Context) -> Answer:
     return Answer(generation, writer, stream)
 
 
+async def _encode(given: list[str | list[int]], suffix: str | None, context: Context) -> list[list[int]]:
+    """Token ids of each prompt; with a `suffix`, of what asks for the text before it."""
+    text = context.engine.text
+    if not suffix:
+        return [p if isinstance(p, list) else await text.tokenize(p) for p in given]
+    if not all(isinstance(p, str) for p in given):
+        raise bad_field("suffix", "needs a prompt that is text, not token ids")
+    return [await text.fill_in(str(p), suffix) for p in given]
+
+
 def _refuse(fields: Fields, max_choices: int, num_prompts: int) -> int:
     """The number of answers to each prompt, once nothing is asked for that is not supported."""
     openai.refuse_unsupported(fields)
-    if fields.string("suffix"):
-        raise bad_field("suffix", "not supported by this server yet", code="unsupported_parameter")
     n = openai.num_choices(fields, max_choices, num_prompts)
     best_of = fields.integer("best_of")
     if best_of is not None and best_of != n:

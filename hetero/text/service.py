@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from hetero.request import RequestError
+from hetero.text.fill_in import OtherFile, fill_in_prompt
 from hetero.text.grammar import Grammar, GrammarCompiler
 from hetero.text.output import OutputError
 from hetero.text.parts import PartsParser, capabilities, marks_of, parser_for
@@ -27,10 +28,12 @@ TAIL_CHARS = 256  # of the prompt's end, from which a parser sees what the templ
 
 @dataclass(frozen=True, slots=True)
 class ChatPrompt:
-    """A conversation ready to be generated. Each answer needs a fork of `grammar` and a parser of its own;
-    `shown` are control tokens that the parser must see in the text, with their bytes."""
+    """A conversation ready to be generated, and its text. Each answer needs a fork of `grammar` and a parser
+    of its own; `shown` are control tokens that the parser must see in the text, with their bytes.
+    """
 
     token_ids: list[int]
+    text: str
     grammar: Grammar | None
     new_parser: Callable[[], PartsParser]
     shown: Mapping[int, bytes]
@@ -84,19 +87,21 @@ class TextService:
                 given, tools=told, continue_final_message=continue_final_message, **variables
             )
             ids = self._tokenizer.encode_segments(segments, add_special=True)
-            return ids, "".join(text for text, _ in segments)[-TAIL_CHARS:]
+            return ids, "".join([text for text, _ in segments])
 
         try:
-            ids, tail = await self._in_thread(render)
+            ids, text = await self._in_thread(render)
         except TemplateError as error:
             raise RequestError(str(error), field="messages") from error
-        grammar = None
+        tail, grammar = text[-TAIL_CHARS:], None
         if forced or output is not None:
             grammar = await self._compile(
                 output, tools=chosen, several=several, template=template.source, prompt_tail=tail
             )
         new_parser = functools.partial(parser_for, template.source, chosen, tail, parallel_tool_calls)
-        return ChatPrompt(ids, grammar, new_parser, self._shown(marks_of(template.source, bool(chosen))))
+        return ChatPrompt(
+            ids, text, grammar, new_parser, self._shown(marks_of(template.source, bool(chosen)))
+        )
 
     def _shown(self, marks: Iterable[str]) -> dict[int, bytes]:
         """The control tokens among `marks`, with their text's bytes."""
@@ -110,15 +115,28 @@ class TextService:
         )
         return await self._in_thread(encode)
 
-    async def fill_in(self, before: str, after: str) -> list[int]:
-        """Token ids of a prompt whose continuation stands between two texts. RequestError, field `suffix`,
-        if the model was not taught that."""
+    async def fill_in(
+        self, before: str, after: str, files: Sequence[OtherFile] = (), begun: str = ""
+    ) -> list[int]:
+        """The prompt for what stands between two texts, see fill_in_prompt. RequestError names `suffix` for a
+        model that was not taught that."""
         fim = self._fim
         if fim is None:
             raise RequestError("suffix: this model has no tokens for filling in the middle", "suffix")
-        parts = [await self.tokenize(t, parse_special=False, add_special=False) for t in (before, after)]
-        bos = self._tokenizer.bos_id if self._tokenizer.add_bos else None
-        return fim.arrange(*parts) if bos is None else [bos, *fim.arrange(*parts)]
+        work = functools.partial(fill_in_prompt, self._tokenizer, fim, before, after, files, begun)
+        return await self._in_thread(work)
+
+    async def render(
+        self,
+        messages: Sequence[Mapping[str, Any]],
+        continue_final_message: bool = False,
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> str:
+        """The text that the chat template makes of a conversation. RequestError names `messages`."""
+        prompt = await self.chat(
+            messages, continue_final_message=continue_final_message, template_kwargs=template_kwargs
+        )
+        return prompt.text
 
     @functools.cached_property
     def _fim(self) -> FimTokens | None:
@@ -149,6 +167,13 @@ class TextService:
     def template_source(self) -> str:
         """The chat template, "" where there is none."""
         return "" if self._template is None else self._template.source
+
+    @property
+    def special_texts(self) -> tuple[str, str]:
+        """How BOS and EOS are written; "" where the model has none."""
+        ids = self._tokenizer.bos_id, self._tokenizer.eos_id
+        bos, eos = ("" if i is None else self._tokenizer.token_text(i) for i in ids)
+        return bos, eos
 
     @property
     def capabilities(self) -> tuple[str, ...]:

@@ -127,8 +127,9 @@ class FakeEngine:
         self.rendered: list[tuple[list[dict[str, Any]], bool, dict[str, Any]]] = []
         self.add_bos = False
         self.info = SimpleNamespace(
-            name="fake-model", architecture="llama", n_ctx=512, n_vocab=N_VOCAB, kv_tokens=4096, n_params=135,
-            size_bytes=1000, quantization="Q4_1", created=1700000000, has_chat_template=True,
+            name="fake-model", architecture="llama", n_ctx=512, n_vocab=N_VOCAB, kv_tokens=4096,
+            max_num_seqs=4, n_params=135, size_bytes=1000, quantization="Q4_1",
+            created=1700000000, has_chat_template=True,
         )  # fmt: skip
 
     @property
@@ -163,17 +164,27 @@ class FakeEngine:
         self.asked = {"tools": tools, "tool_choice": tool_choice, "output": output, "thinking": thinking}
         chosen = [] if tool_choice == "none" else tools
         parser = functools.partial(parser_for, self.template_source, chosen, "", parallel_tool_calls)
-        return ChatPrompt(ids, grammar, parser, {})
+        text = "".join(map(self.token_text, ids))
+        return ChatPrompt(ids, text, grammar, parser, {})
 
     @property
     def capabilities(self) -> tuple[str, ...]:
         able = capabilities(self.template_source if self.info.has_chat_template else None)
         return (*able, "insert") if self.fills_in else able
 
-    async def fill_in(self, before: str, after: str) -> list[int]:
+    async def fill_in(self, before: str, after: str, files: Any = (), begun: str = "") -> list[int]:
         if not self.fills_in:
             raise RequestError("suffix: no such tokens", "suffix")
-        return [*f"<{before}|{after}>".encode()]
+        others = "".join(f"[{file.name}:{file.text}]" for file in files)
+        return [*f"{others}<{before}|{after}>{begun}".encode()]
+
+    async def render(self, messages: Any, prefill: bool, kwargs: Any) -> str:
+        prompt = await self.chat(messages, continue_final_message=prefill, template_kwargs=kwargs)
+        return prompt.text
+
+    @property
+    def special_texts(self) -> tuple[str, str]:
+        return CONTROL[BOS], CONTROL[IM_END]
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special) + list(text.encode())

@@ -19,7 +19,7 @@ from hetero.sampling.params import SamplingParams
 from hetero.text.output import OutputError
 from hetero.text.template import TemplateError
 
-INFO = ModelInfo("fake", "llama", 512, N_VOCAB, 1024, 1, 1, "F32", 0, True)
+INFO = ModelInfo("fake", "llama", 512, N_VOCAB, 1024, 8, 1, 1, "F32", 0, True)
 
 
 class Template:

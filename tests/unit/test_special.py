@@ -11,6 +11,7 @@ from gguf_tools import write_gguf
 from tiny_models import bpe_vocab, spm_vocab
 
 from hetero.request import RequestError
+from hetero.text.fill_in import OtherFile, fill_in_prompt
 from hetero.text.grammar import GrammarCompiler
 from hetero.text.service import TextService
 from hetero.text.special import FimTokens, fim_tokens
@@ -133,3 +134,33 @@ async def test_a_prompt_for_filling_in(smollm2_path: Path, tmp_path: Path):
         await service.fill_in("B", "A")
     assert refused.value.field == "suffix" and service.capabilities == ("completion",)
     service.close()
+
+
+@pytest.mark.parametrize(
+    ("texts", "expected"),
+    [
+        (QWEN, "<|repo_name|>myproject\n<|file_sep|>a.py\nAA<|file_sep|>tmp\nBB<|file_sep|>filename\n"
+               "<|fim_prefix|>before<|fim_suffix|>after<|fim_middle|>begun"),
+        (FAMILIES["starcoder, granite"][0], "\n\n--- snippet ---\n\nAA\n\n--- snippet ---\n\nBB"
+         "<fim_prefix>before<fim_suffix>after<fim_middle>begun"),
+    ],
+)  # fmt: skip
+def test_other_files_come_before_the_parts(tmp_path: Path, texts: list[str], expected: str) -> None:
+    """As llama-server arranges them; what users write makes no control tokens."""
+    tokenizer = tokenizer_with(tmp_path, texts)
+    fim = fim_tokens(tokenizer)
+    assert fim is not None
+    files = [OtherFile("AA", "a.py"), OtherFile("BB")]
+    ids = fill_in_prompt(tokenizer, fim, "before", "after", files, "begun")
+    assert (
+        "".join(tokenizer.token_text(i) if i in fim_ids(fim) else tokenizer.decode([i]) for i in ids)
+        == expected
+    )
+    forged = fill_in_prompt(tokenizer, fim, texts[0], texts[1], [OtherFile(texts[2], texts[0])], texts[1])
+    special = [i for i in forged if i in fim_ids(fim)]
+    honest = fill_in_prompt(tokenizer, fim, "x", "x", [OtherFile("x", "x")], "x")
+    assert special == [i for i in honest if i in fim_ids(fim)]
+
+
+def fim_ids(fim: FimTokens) -> set[int]:
+    return {i for i in (fim.prefix, fim.suffix, fim.middle, fim.repo, fim.file) if i is not None}
