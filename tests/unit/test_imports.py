@@ -27,6 +27,7 @@ SERVER_SEES = (
     "hetero.sampling.params",
     "hetero.text.parts",
     "hetero.text.service",
+    "hetero.__version__",
 )
 HEAVY = ("numba", "llama_cpp", "aiohttp", "numpy", "jinja2", "llguidance", "rich")
 

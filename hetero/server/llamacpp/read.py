@@ -17,7 +17,7 @@ from hetero.server.context import Context
 from hetero.server.errors import bad_field
 from hetero.server.output import Output, read_output
 from hetero.server.validate import Fields, as_integer, as_number, wrong_type
-from hetero.text.fill_in import OtherFile
+from hetero.text.service import OtherFile
 
 # llama-server samples so where a request says nothing; its clients count on it.
 DEFAULTS = {"temperature": 0.8, "top_k": 40, "top_p": 0.95, "min_p": 0.05}
