@@ -1,4 +1,4 @@
-# make serve | test | lint | binary | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
+# make serve | test | lint | binary | release-check | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
 PYTHON ?= python3
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
 # Processes that run tests, each a file at a time; 0 for none beside pytest itself, as a debugger wants it.
@@ -11,7 +11,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs binary bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-uneven install clean
+.PHONY: serve test lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -26,6 +26,10 @@ lint: $(STAMP)
 # dist/hetero: one file that runs where no Python is. The first time ggml is compiled for other CPUs too: minutes.
 binary: $(BINARY_STAMP)
 	$(BIN)/python build/pyinstaller.py $(ARGS)
+
+# What a release has to pass beyond the tests: the executable where no Python is. Needs root.
+release-check: binary
+	build/verify.sh dist/hetero $(BIN)/hetero
 
 # Regenerates docs/config.md and docs/models.md; a test fails when one is out of date.
 docs: $(STAMP)

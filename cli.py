@@ -249,6 +249,15 @@ def worker(cache_size: str, **given: Any) -> None:
     sys.exit(command.worker(command.Options(cache_size=size, **given)))
 
 
+def default_arguments() -> list[str] | None:
+    """What an executable with contents does when it is started without arguments: serve them."""
+    from hetero import inside
+
+    contents = inside.contents()
+    packaged = contents is not None and (contents.model is not None or contents.settings)
+    return ["serve"] if packaged and len(sys.argv) == 1 else None
+
+
 for command in (bench, models, pull, tune, *FILE_COMMANDS):
     main.add_command(command)
 
@@ -256,4 +265,4 @@ if __name__ == "__main__":
     import multiprocessing
 
     multiprocessing.freeze_support()  # an executable is started anew for each child
-    main(prog_name="hetero")
+    main(default_arguments(), prog_name="hetero")

@@ -56,7 +56,7 @@ def package(request: Request) -> int:
     except OSError as exc:
         return fail(PackageError(f"{exc.filename or request.out}: {exc.strerror or exc}"))
     size = format_size(request.out.stat().st_size)
-    print(f"{request.out}: {size}; {'serves its model' if model else 'needs a model'} when it is started")
+    print(f"{request.out}: {size}; {'serves its model' if model else 'needs to be told a model'}")
     return 0
 
 

@@ -149,6 +149,15 @@ def test_the_model_inside_is_the_default(office, gguf_path, monkeypatch):
     assert models.resolve(None) == models.ResolvedModel(office, gguf_path.stem)
 
 
+def test_without_arguments_it_serves_what_is_inside(base, office, monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["hetero"])
+    for contents, wanted in ((None, None), (contents_of(base), None), (contents_of(office), ["serve"])):
+        monkeypatch.setattr(inside, "contents", lambda found=contents: found)
+        assert cli.default_arguments() == wanted
+    monkeypatch.setattr(sys, "argv", ["hetero", "devices"])
+    assert cli.default_arguments() is None
+
+
 def test_an_executable_without_a_model_says_so(monkeypatch):
     monkeypatch.setattr(inside, "is_executable", lambda: True)
     monkeypatch.setattr(inside, "contents", lambda: None)
