@@ -29,6 +29,7 @@
 
 #define UNUSED_SECONDS (30 * 24 * 3600)
 #define SPARE_BYTES (32u << 20)
+#define FOLDERS 5
 #define MAGIC "hetero file 1\n\0\0"
 
 /* As in hetero/package/layout.py. */
@@ -238,29 +239,26 @@ static int install(int file, const struct footer *f, const char *folder) {
     return done;
 }
 
-/* The number of folders to try, in order: the cache, then private ones in temporary folders. */
-static int candidates(char folders[][PATH_MAX]) {
+/* Folder number n of those to try: the cache, then private ones in temporary folders. 0 when it cannot be. */
+static int prepare(int n, char *folder) {
     const char *own = getenv("HETERO_CACHE_DIR"), *xdg = getenv("XDG_CACHE_HOME"), *home = getenv("HOME");
     const char *temporary[] = {getenv("TMPDIR"), "/tmp", "/var/tmp", "/dev/shm"};
-    int count = 0;
-    if (own && *own) snprintf(folders[count++], PATH_MAX, "%s/app", own);
-    else if (xdg && *xdg == '/') snprintf(folders[count++], PATH_MAX, "%s/hetero/app", xdg);
-    else if (home && *home) snprintf(folders[count++], PATH_MAX, "%s/.cache/hetero/app", home);
-    if (count && !make_folders(folders[0])) count = passed(folders[0], "cannot be written");
-    for (int n = 0; n < 4; n++) {
-        struct stat info;
-        char *folder = folders[count];
-        if (!temporary[n] || !*temporary[n]) continue;
-        snprintf(folder, PATH_MAX, "%s/hetero-%d", temporary[n], (int)geteuid());
-        if (mkdir(folder, 0700) && errno != EEXIST) {
-            passed(temporary[n], errno == EROFS ? "is read-only" : "cannot be written");
-        } else if (lstat(folder, &info) || !S_ISDIR(info.st_mode) || info.st_uid != geteuid() || info.st_mode & 077) {
-            passed(folder, "belongs to somebody else"); /* what it holds would run as this user */
-        } else {
-            count++;
-        }
+    if (n == 0) {
+        if (own && *own) snprintf(folder, PATH_MAX, "%s/app", own);
+        else if (xdg && *xdg == '/') snprintf(folder, PATH_MAX, "%s/hetero/app", xdg);
+        else if (home && *home) snprintf(folder, PATH_MAX, "%s/.cache/hetero/app", home);
+        else return 0;
+        return make_folders(folder) || passed(folder, errno == EROFS ? "is read-only" : "cannot be written");
     }
-    return count;
+    const char *base = temporary[n - 1];
+    struct stat info;
+    if (!base || !*base) return 0;
+    snprintf(folder, PATH_MAX, "%s/hetero-%d", base, (int)geteuid());
+    if (mkdir(folder, 0700) && errno != EEXIST)
+        return passed(base, errno == EROFS ? "is read-only" : errno == ENOENT ? "is not there" : "cannot be written");
+    if (lstat(folder, &info) || !S_ISDIR(info.st_mode) || info.st_uid != geteuid() || info.st_mode & 077)
+        return passed(folder, "belongs to somebody else"); /* what it holds would run as this user */
+    return 1;
 }
 
 static void require_cpu(void) {
@@ -274,7 +272,7 @@ static void require_cpu(void) {
 
 int main(int count, char **arguments) {
     (void)count;
-    static char self[PATH_MAX], folders[5][PATH_MAX];
+    static char self[PATH_MAX], folder[PATH_MAX];
     struct footer f;
     require_cpu();
     ssize_t length = readlink("/proc/self/exe", self, sizeof self - 1);
@@ -284,10 +282,11 @@ int main(int count, char **arguments) {
         die("%s: cannot be read: %s", self, strerror(errno));
     if (memcmp(f.magic, MAGIC, sizeof f.magic)) die("%s: this file is cut off; copy it again", self);
     setenv("HETERO_EXECUTABLE", self, 1);
-    int tried = candidates(folders);
-    for (int n = 0; n < tried; n++) start(folders[n], &f, arguments);
-    for (int n = 0; n < tried; n++)
-        if (install(file, &f, folders[n])) start(folders[n], &f, arguments);
+    for (int n = 0; n < FOLDERS; n++) {
+        if (!prepare(n, folder)) continue;
+        start(folder, &f, arguments);
+        if (install(file, &f, folder)) start(folder, &f, arguments);
+    }
     die("nowhere to unpack its %u MB: %s; set HETERO_CACHE_DIR to a folder that may hold programs",
         (unsigned)(f.app_unpacked >> 20), reasons);
 }
