@@ -13,7 +13,6 @@ from reference import silu
 from reference_experts import mixture
 
 from backends.cpu.layers import NO_LAYOUT
-from backends.cpu.step import TOKENS
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import STATUS_SUCCESS, ggml
 from backends.ggml.models.mixture import expert_weights
@@ -41,9 +40,7 @@ class ExpertLayer:
 
     def compute(self, graph: int, count: int) -> None:
         """Run a graph that `graph` made on `count` rows."""
-        header = self.driver.stage._layers.kv.header
-        header.words[TOKENS] = count
-        header._counters[:] = 0
+        self.driver.stage._layers.kv.header.set_rows(count)
         assert self.lib.backend_graph_compute(self.driver.stage.device.backend, graph) == STATUS_SUCCESS
 
     def graph(self, rows: int) -> tuple[int, int, int]:

@@ -75,6 +75,11 @@ class StepHeader:
     def rope_word(self, kind: int) -> int:
         return GROUPS + WORDS_PER_GROUP * self.num_groups + kind
 
+    def set_rows(self, count: int) -> None:
+        """So many tokens, of which nothing else is known: for graphs without attention."""
+        self.words[TOKENS] = count
+        self._counters[:] = 0
+
     def set(self, batch: BatchLike) -> None:
         """Point the header at a step's arrays, which it keeps alive until the next one."""
         items = work_items(batch.cu_seqlens_q, batch.context_lens, self.queries_per_item)

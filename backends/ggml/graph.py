@@ -13,6 +13,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from backends.ggml.devices import Device
+from backends.ggml.host_experts import Seam
 from backends.ggml.lib import TYPE_F32, TYPE_I32, P, ggml, shape_of
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.experts import build_expert_ffn, build_mixture
@@ -44,6 +45,7 @@ class GraphBuilder:
         nodes = (MAX_NODES + experts + extra_nodes) * (config.n_layer + 2)
         self.context = self.lib.context(2 * nodes, nodes)
         self.graph = self.lib.new_graph_custom(self.context, nodes, False)
+        self.seams: list[Seam] = []  # where a step leaves the device
 
     def input(self, type_id: int, width: int, rows: int = 1) -> int:
         tensor = self.lib.new_tensor_4d(self.context, type_id, width, rows, 1, 1)

@@ -52,8 +52,13 @@ class DeviceLayers:
         num_blocks: Sequence[int],
         kv_types: tuple[str, str],
         progress: Progress | None,
+        host_layers: Sequence[int] = (),
     ):
-        """As CpuLayers. Raises DeviceError for a weight that the device cannot multiply."""
+        """As CpuLayers. The experts of `host_layers` are in main memory, and not among `names`.
+
+        Raises DeviceError for a weight that the device cannot multiply.
+        """
+        self._host_layers = host_layers
         self._gguf, self._config, self._device = gguf, config, device
         self._host_lookup = lookup and not can_look_up(device, gguf.tensors[EMBEDDING].type)
         held = [n for n in names if n != EMBEDDING or n == head or (lookup and not self._host_lookup)]
@@ -122,7 +127,15 @@ class DeviceLayers:
 
     def new_builder(self, rows: int, layout: Layout) -> PagedGraphBuilder:
         return PagedGraphBuilder(
-            self._config, self._device, self.weights, rows, self.kv, layout, self.flash, self.unpacks
+            self._config,
+            self._device,
+            self.weights,
+            rows,
+            self.kv,
+            layout,
+            self.flash,
+            self.unpacks,
+            self._host_layers,
         )
 
     def embed(self, g: GraphBuilder) -> tuple[int, int]:

@@ -14,7 +14,7 @@ Everything that differs from step to step with one shape is an input; views are 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -24,6 +24,7 @@ from backends.ggml import attention_layout as layouts
 from backends.ggml.attention_layout import BLOCK_SIZE, Layout, Part
 from backends.ggml.devices import Device
 from backends.ggml.graph import GraphBuilder, padded
+from backends.ggml.host_experts import Seam
 from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64
 from backends.ggml.models.config import ModelConfig, Rope
 from backends.ggml.models.rope import Yarn
@@ -48,7 +49,8 @@ class _PartInputs:
 
 class PagedGraphBuilder(GraphBuilder):
     """`layout` is any layout of the graph's shape; `flash` says whether the device has that operator,
-    `unpacks` whether keys and values are unpacked before they are attended.
+    `unpacks` whether keys and values are unpacked before they are attended. The experts of `host_layers` are
+    elsewhere: at `seams` the graph is to be left for them.
     """
 
     def __init__(
@@ -61,8 +63,11 @@ class PagedGraphBuilder(GraphBuilder):
         layout: Layout,
         flash: bool,
         unpacks: bool,
+        host_layers: Container[int] = (),
     ):
         super().__init__(config, device, weights, rows, extra_nodes=32 * len(layout.parts))
+        self._host_layers, self._from_host = host_layers, 0
+        self._selected = False
         self.pools, self.flash, self.unpacks = pools, flash, unpacks
         self._windows = {g: config.layer_windows[layer] for layer, g in pools.group_of.items()}
         self._groups = sorted(set(pools.group_of.values()))
@@ -77,6 +82,22 @@ class PagedGraphBuilder(GraphBuilder):
         self._order = None if layout.order is None else self.input_i32(count)
         self._place = None if layout.place is None else self.input_i32(rows)
         self._parts = [self._part_inputs(part) for part in layout.parts]
+
+    def select(self, x: int, rows: int) -> int:
+        self._selected = True
+        return super().select(x, rows)
+
+    def mixture(self, layer: int, x: int, residual: bool = True) -> int:
+        if layer not in self._host_layers:
+            return super().mixture(layer, x, residual)
+        lib, ctx, width, rows = self.lib, self.context, self.config.n_embd, self.rows_of(x)
+        if not self._from_host:
+            self._from_host = self.input_f32(width, self.rows)
+        lib.build_forward_expand(self.graph, x)
+        row = 4 * width
+        target = lib.view_4d(ctx, self._from_host, width, rows, 1, 1, row, row * rows, row * rows, 0)
+        self.seams.append(Seam(lib.graph_n_nodes(self.graph), layer, x, target, self._selected))
+        return self.add(target, x) if residual else target
 
     def set_step(self, batch: BatchLike, layout: Layout, upload: Upload) -> None:
         """Fill the inputs with a step of this shape and point the views at its blocks."""

@@ -14,6 +14,7 @@ from backends.base import BatchLike
 from backends.ggml.attention_layout import Layout, bucket
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder, padded
+from backends.ggml.host_experts import HostExperts, Pieces, host_layers, host_tensors
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
 from backends.ggml.models.block import build_block, build_head
 from backends.ggml.models.config import ModelConfig, layer_tensors
@@ -42,6 +43,8 @@ class StageSpec:
     `depth` is the number of steps in flight: so many results must stay valid side by side. No sequence
     has more than `max_context` tokens; 0: as many as the pools. `key_type` and `value_type` are of
     backends.kv_format.KV_TYPES. `host_slots[group]` blocks of a group have room in host memory; (): none.
+    Of the model's layers with experts the first `host_experts` keep these in main memory, where
+    `host_threads` threads multiply by them (0: one per core); on a CPU all are there anyway.
     """
 
     first: int
@@ -55,6 +58,8 @@ class StageSpec:
     key_type: str = "f16"
     value_type: str = "f16"
     host_slots: tuple[int, ...] = ()
+    host_experts: int = 0
+    host_threads: int = 0
 
 
 @dataclass(slots=True)
@@ -64,7 +69,13 @@ class _Graph:
     keep: int | None  # rows whose logits are wanted
     output: int
     argmax: int | None  # of the logits
+    pieces: Pieces | None = None  # where the step leaves the device in between
     view: np.ndarray | None = None  # the output's memory, where results are used in place
+
+    def close(self) -> None:
+        if self.pieces is not None:
+            self.pieces.close()
+        ggml().free(self.builder.context)
 
 
 def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) -> list[str]:
@@ -90,6 +101,7 @@ class GgmlStage:
         self.config, self.device, self.spec = config.for_context(spec.max_context), device, spec
         self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
         self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
+        self._host_experts: HostExperts | None = None
         self._layers = self._open(gguf, progress)
         self._mover = open_mover(device, self._layers.kv, self.config, spec, host)
         self._graphs: OrderedDict[tuple, _Graph] = OrderedDict()
@@ -113,6 +125,7 @@ class GgmlStage:
         # and the number of rows of its result; no graph: a step of moves alone
         self._prepared: tuple[_Graph | None, int] | None = None
         self._only_argmax = False  # is asked for of that step
+        self._tokens = 0  # of that step
         self.graph_seconds = 0.0  # of the last step
         self.argmax: np.ndarray | None = None  # likewise
 
@@ -137,7 +150,7 @@ class GgmlStage:
             self._set(graph.source, np.ascontiguousarray(hidden))
         if graph.keep is not None:
             self._set(graph.keep, padded(batch.logits_rows, shape_of(graph.keep)[0]))
-        self._prepared = graph, logits if self.is_last else tokens
+        self._prepared, self._tokens = (graph, logits if self.is_last else tokens), tokens
         self._only_argmax = batch.only_argmax
 
     def compute(self) -> np.ndarray:
@@ -154,9 +167,7 @@ class GgmlStage:
         if graph is None:
             return np.empty((0, self.config.n_vocab if self.is_last else self.config.n_embd), np.float32)
         start = time.perf_counter()
-        status = self._lib.backend_graph_compute_async(self.device.backend, graph.builder.graph)
-        if status != STATUS_SUCCESS:
-            raise StageError(f"device {self.device.info.name}: ggml status {status}")
+        self._run(graph, count)
         if graph.argmax is not None:
             self.argmax = np.empty(count, np.int32)
             self._get(graph.argmax, self.argmax)
@@ -165,6 +176,18 @@ class GgmlStage:
         self.graph_seconds = time.perf_counter() - start
         self._alive.clear()
         return result
+
+    def _run(self, graph: _Graph, count: int) -> None:
+        """Give the graph to the device, in pieces with the CPU's experts in between where it has such."""
+        pieces = [graph.builder.graph] if graph.pieces is None else graph.pieces.graphs
+        seams = () if graph.pieces is None else graph.pieces.seams
+        for piece, seam in zip(pieces, [*seams, None], strict=True):
+            status = self._lib.backend_graph_compute_async(self.device.backend, piece)
+            if status != STATUS_SUCCESS:
+                raise StageError(f"device {self.device.info.name}: ggml status {status}")
+            if seam is not None:
+                assert self._host_experts is not None
+                self._host_experts.run(self.device, seam, count if seam.kept else self._tokens)
 
     @property
     def move_seconds(self) -> float:
@@ -183,6 +206,7 @@ class GgmlStage:
             "weights": self._layers.weight_bytes,
             "kv": self._layers.kv.nbytes,
             "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
+            "experts": 0 if self._host_experts is None else self._host_experts.nbytes,
             "host": self._mover.host.nbytes,
         }
 
@@ -202,26 +226,31 @@ class GgmlStage:
         self._lib.gallocr_free(self._allocator)
         self._mover.close()
         self._layers.close()
+        if self._host_experts is not None:
+            self._host_experts.close()
         self.device.close()
 
     def _open(self, gguf: GGUFFile, progress: Progress | None) -> CpuLayers | DeviceLayers:
         """Weights, KV pools and graph builder, as this device's kernels call for."""
-        spec = self.spec
+        from backends.ggml.layers import DeviceLayers
+
+        spec, kind = self.spec, self._kind()
         names = stage_weights(self.config, gguf, spec.first, spec.last)
         head = self._head if self.is_last else None
         group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
-        return self._kind()(
-            gguf,
-            self.config,
-            self.device,
-            names,
-            self.is_first,
-            head,
-            group_of,
-            spec.num_blocks,
-            (spec.key_type, spec.value_type),
-            progress,
-        )
+        pools = (group_of, spec.num_blocks, (spec.key_type, spec.value_type))
+        start = (gguf, self.config, self.device)
+        if not issubclass(kind, DeviceLayers):
+            return kind(*start, names, self.is_first, head, *pools, progress)
+        away = host_layers(self.config, spec.first, spec.last, spec.host_experts)
+        elsewhere = {name for layer in away for name in host_tensors(self.config, layer)}
+        names = [name for name in names if name not in elsewhere]
+        layers = kind(*start, names, self.is_first, head, *pools, progress, away)
+        if away:
+            self._host_experts = HostExperts(
+                gguf, self.config, away, spec.host_threads, spec.max_tokens, progress
+            )
+        return layers
 
     def _move(self, batch: BatchLike) -> None:
         """Spills, then copies, then loads: each may use the blocks that the ones before have freed."""
@@ -247,7 +276,7 @@ class GgmlStage:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         if len(self._graphs) >= MAX_GRAPHS:
-            self._lib.free(self._graphs.popitem(last=False)[1].builder.context)
+            self._graphs.popitem(last=False)[1].close()
         size = self._lib.gallocr_get_buffer_size(self._allocator, 0)
         graph = self._build(self._new_builder(rows, layout), logits)
         if not self._lib.gallocr_alloc_graph(self._allocator, graph.builder.graph):
@@ -261,7 +290,7 @@ class GgmlStage:
 
     def _free_graphs(self) -> None:
         for graph in self._graphs.values():
-            self._lib.free(graph.builder.context)
+            graph.close()
         self._graphs.clear()
 
     def _build(self, g: GraphBuilder, logits: int) -> _Graph:
@@ -277,7 +306,8 @@ class GgmlStage:
             x = build_head(g, x, self._head)
             best = g.argmax(x)
         g.finish([x] if best is None else [x, best])
-        return _Graph(g, source, keep, x, best)
+        pieces = Pieces(g.graph, g.seams) if g.seams else None
+        return _Graph(g, source, keep, x, best, pieces)
 
     def _result(self, graph: _Graph, count: int) -> np.ndarray:
         """`count` rows of the graph's output: in place where nothing can overwrite them too early."""
