@@ -233,6 +233,8 @@ def _stage_specs(prepared: Prepared, settings: Settings, depth: int) -> list[Sta
             plan.max_model_len,
             types=planned.kv_types,
             host_slots=prepared.host.slots,
+            host_experts=plan.host_experts,
+            host_threads=settings.threads,
         )
         for planned in plan.stages
     ]
@@ -282,6 +284,9 @@ def _placements(
         name = ", ".join(p.device for p in planned)
         planned = (replace(planned[0], device=f"{name} (libllama)", layers=(0, prepared.llama.n_layer)),)
     placed = [_placement(plan.what, plan, stage) for plan, stage in zip(planned, stages, strict=True)]
+    if prepared.plan.host_experts:
+        held = sum(stage.memory()["experts"] for stage in stages)
+        placed.append(Placement("main memory", f"experts of {prepared.plan.host_experts} layers", held, 0, 0))
     if draft is not None and prepared.draft is not None:
         name = prepared.draft.model.name
         placed.append(_placement(f"draft model {name}", prepared.draft.stage, draft))

@@ -87,6 +87,14 @@ class Settings:
         kind="choice",
         choices=ENGINES,
     )
+    cpu_moe: int = setting(
+        0,
+        "Layers whose experts stay in main memory, where the CPU computes them, while attention is on the "
+        "--device: models of many experts then need little of a graphics card's memory. 0: as few as make "
+        "the model fit, none where it fits without.",
+        kind="int",
+        high=4096,
+    )
     threads: int = setting(0, "CPU threads that compute. 0: one per available core.", kind="int", high=4096)
     ctx: int = setting(
         0, "Longest context of one request, in tokens. 0: what the model was trained for.", kind="int"

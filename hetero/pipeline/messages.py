@@ -87,6 +87,8 @@ def read_stage(header: dict[str, Any]) -> StageSpec:
         spec.max_context,
         *spec.num_blocks,
         *spec.host_slots,
+        spec.host_experts,
+        spec.host_threads,
     )
     if not all(type(n) is int and 0 <= n < 1 << 31 for n in sizes) or len(spec.num_blocks) > MAX_GROUPS:
         raise WireError("the stage's sizes are no sizes")

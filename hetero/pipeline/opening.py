@@ -128,6 +128,8 @@ def stage_spec(
     *,
     types: KVTypes = F16,
     host_slots: tuple[int, ...] = (),
+    host_experts: int = 0,
+    host_threads: int = 0,
 ) -> StageSpec:
     """What a stage of layers [first, last) holds under a plan's KV groups. See StageSpec."""
     return StageSpec(
@@ -142,6 +144,8 @@ def stage_spec(
         key_type=types.keys,
         value_type=types.values,
         host_slots=host_slots,
+        host_experts=host_experts,
+        host_threads=host_threads,
     )
 
 

@@ -47,8 +47,8 @@ Layers = tuple[int, int]
 
 @dataclass(frozen=True, slots=True)
 class Subject:
-    """What is timed: the model, the largest chunk of a prompt, how a stage of it is opened, and in which
-    formats the KV cache is kept where the device has them.
+    """What is timed: the model, the largest chunk of a prompt, how a stage of it is opened, in which formats
+    the KV cache is kept where the device has them, and of how many layers the experts are in main memory.
     """
 
     gguf: GGUFFile
@@ -56,6 +56,11 @@ class Subject:
     chunk_tokens: int
     open_stage: OpenStage
     kv_types: KVTypes = F16
+    host_experts: int = 0
+
+    @property
+    def classes(self) -> tuple[int, ...]:
+        return layer_classes(self.gguf, self.config, self.host_experts)
 
     def types_on(self, choice: DeviceChoice) -> KVTypes:
         """The formats that a device really keeps."""
@@ -132,7 +137,7 @@ def _examples(subject: Subject) -> list[tuple[int, float]]:
     the layer in the middle that is most like it, and the ratio of the weights.
     """
     gguf, config = subject.gguf, subject.config
-    classes = layer_classes(gguf, config)
+    classes = subject.classes
     sizes = [sum(gguf.tensors[n].nbytes for n in layer_names(config, i)) for i in range(config.n_layer)]
     inner = range(1, config.n_layer - 1) or range(1)
     found = []
@@ -235,7 +240,7 @@ def _mean(points: Sequence[Point]) -> Point:
 
 def _tables(subject: Subject, measured: dict[Layers, Points]) -> DeviceTimes:
     """The times of one device, from what its stages took."""
-    classes, contexts = layer_classes(subject.gguf, subject.config), _contexts(subject.config)
+    classes, contexts = subject.classes, _contexts(subject.config)
     examples, n_layer = _examples(subject), len(classes)
     first, last = _run_of_layers(subject)
     run = measured[first, last]

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from hetero.plan.devices import DeviceChoice
+from hetero.plan.host import usable_cores
 from hetero.plan.planner import ModelFacts
 from hetero.plan.times import DeviceTimes
 
@@ -30,12 +31,18 @@ def estimate(facts: ModelFacts, classes: Sequence[int], choice: DeviceChoice, ro
     def matrix(nbytes: float, rows: float) -> float:
         return max(nbytes / bandwidth, rows * nbytes / BYTES_PER_WEIGHT / rate)
 
+    experts = facts.moved_bytes or (0,) * facts.n_layer
+    cores = RATES["cpu"][0] * max(1, usable_cores())
+
+    def layer_seconds(layer: int, rows: float) -> float:
+        return matrix(facts.layer_bytes[layer], rows) + experts[layer] / cores
+
     kv_bytes = facts.token_bytes(not choice.own_kernels)
     examples = [classes.index(kind) for kind in range(max(classes) + 1)]
     decode = tuple(
         tuple(
             tuple(
-                matrix(facts.layer_bytes[layer], rows)
+                layer_seconds(layer, rows)
                 + rows * min(x, facts.layer_windows[layer] or x) * kv_bytes[layer] / bandwidth
                 for x in CONTEXTS
             )
@@ -51,7 +58,7 @@ def estimate(facts: ModelFacts, classes: Sequence[int], choice: DeviceChoice, ro
         contexts=CONTEXTS,
         decode=decode,
         chunk_tokens=CHUNK,
-        chunk=tuple(matrix(facts.layer_bytes[layer], CHUNK) for layer in examples),
+        chunk=tuple(layer_seconds(layer, CHUNK) for layer in examples),
         embed=(0.0,) * len(TOKENS),
         head=tuple(matrix(facts.head_bytes, rows) for rows in TOKENS),
         enter=hop,

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from backends.ggml.host_experts import host_layers, host_tensors
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.tensors import end_tensors, layer_tensors, rope_tensors
 from backends.kv_format import kept_as, row_bytes
@@ -26,9 +27,11 @@ def model_facts(
     config: ModelConfig,
     limits: Limits,
     kv_types: KVTypes = F16,
+    host_experts: int = 0,
 ) -> ModelFacts:
     """Sizes in bytes. Weights and the compute buffer are bounded from above: every weight repacked; the
-    widest activations. ValueError where the model's heads cannot be kept in `kv_types`.
+    widest activations. The experts of the first `host_experts` layers that have such are in main memory.
+    ValueError where the model's heads cannot be kept in `kv_types`.
     """
     heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
     mixture = config.mixture
@@ -40,6 +43,10 @@ def model_facts(
     layers = [everywhere] * config.n_layer
     for layer in range(config.n_layer):
         layers[layer] += sum(sizes[name] for name in layer_names(config, layer))
+    moved = [0] * config.n_layer
+    for layer in host_layers(config, 0, config.n_layer, host_experts):
+        moved[layer] = sum(sizes[name] for name in host_tensors(config, layer))
+        layers[layer] -= moved[layer]
     tied = HEAD not in sizes
     embed = sizes[EMBEDDING] * (1 if tied else REPACKED)
     ends = end_tensors(config, sizes, first=False, last=True)
@@ -55,6 +62,8 @@ def model_facts(
         compute_bytes=limits.max_num_batched_tokens * row,
         logits_bytes=(limits.max_num_seqs + limits.draft_rows) * config.n_vocab * F32_BYTES,
         rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,
+        host_experts=host_experts,
+        moved_bytes=tuple(int(REPACKED * size) for size in moved) if host_experts else (),
     )
     return with_kv_types(facts, config, limits, kv_types)
 
@@ -101,16 +110,19 @@ def layer_names(config: ModelConfig, layer: int) -> list[str]:
     return list(layer_tensors(config, layer))
 
 
-def layer_classes(gguf: GGUFFile, config: ModelConfig) -> tuple[int, ...]:
-    """The class of each layer, numbered from 0: layers with the same window, tensor types and shapes.
+def layer_classes(gguf: GGUFFile, config: ModelConfig, host_experts: int = 0) -> tuple[int, ...]:
+    """The class of each layer, numbered from 0: layers with the same window, tensor types and shapes, and
+    experts in the same memory (see model_facts).
 
     They take the same time on a device.
     """
     numbers: dict[tuple, int] = {}
+    away = set(host_layers(config, 0, config.n_layer, host_experts))
     classes = []
     for layer in range(config.n_layer):
         tensors = tuple((gguf.tensors[n].type, gguf.tensors[n].shape) for n in layer_names(config, layer))
-        classes.append(numbers.setdefault((config.layer_windows[layer], tensors), len(numbers)))
+        key = (config.layer_windows[layer], tensors, layer in away)
+        classes.append(numbers.setdefault(key, len(numbers)))
     return tuple(classes)
 
 

@@ -186,6 +186,8 @@ def _check_settings(config: LlamaConfig, settings: Settings) -> None:
     if settings.disk_cache is not None or settings.ram_cache not in (0, OFF):
         flag = "--ram-cache" if settings.disk_cache is None else "--disk-cache"
         raise PlanError(f"{flag}: {family}, whose KV cache cannot be moved; leave it out")
+    if settings.cpu_moe:
+        raise PlanError(f"--cpu-moe {settings.cpu_moe}: {family}, and keeps layers whole; leave it out")
     if settings.max_num_seqs > MAX_SEQUENCES:
         raise PlanError(f"--max-num-seqs {settings.max_num_seqs}: {family}, with {MAX_SEQUENCES} at the most")
     if settings.spec_draft is not None and not config.keeps_prefixes:

@@ -66,7 +66,7 @@ def plan_host(
     A `disk` below needs slots in any case: then there is room for one context, if memory is left for it.
     """
     held = (stage.total_bytes for stage in plan.stages if in_main_memory(choices[stage.index]))
-    left = free_bytes - sum(held)
+    left = free_bytes - sum(held) - plan.host_bytes
     host = _decide(ram_cache, facts, plan, choices, left)
     if not disk or any(host.slots):
         return host

@@ -5,19 +5,30 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from backends.base import StageBackend
 from backends.ggml.models.config import ModelConfig
+from backends.ggml.stage import StageSpec
 from backends.kv_format import KV_TYPES, Q8_BLOCK, row_bytes
 from hetero.kv_types import KVTypes
 from hetero.plan.calibrate import OpenStage, Subject
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.estimate import estimate
+from hetero.plan.experts import (
+    ExpertsError,
+    beside_experts,
+    check_count,
+    fewest,
+    has_room,
+    require_room,
+    with_experts,
+)
 from hetero.plan.facts import layer_classes, model_facts, with_kv_types
 from hetero.plan.forecast import Forecast, forecast
 from hetero.plan.measured import cached_times, measured_times
 from hetero.plan.planner import Limits, ModelFacts, Place, Plan, format_size_of, make_plan
 from hetero.plan.problem import SplitProblem
 from hetero.plan.reasons import cut_reasons, left_out
-from hetero.plan.split import parts_of
+from hetero.plan.split import can_place, parts_of
 from hetero.plan.times import DeviceTimes
 from hetero.screen import ProgressCallback
 from hetero.settings import Settings
@@ -58,23 +69,62 @@ def plan_model(
     """
     limits = limits_of(settings)
     _check_kv_types(settings, config)
-    facts = model_facts(gguf, config, limits, settings.kv_type)
-    check_counts(settings, choices, facts.n_layer)
-    subject = _subject(gguf, config, settings, open_stage)
+    check_counts(settings, choices, config.n_layer)
+    count = _host_experts(gguf, config, choices, settings)
+    facts = model_facts(gguf, config, limits, settings.kv_type, count)
+    subject = _subject(gguf, config, settings, open_stage, count)
     times = _times(subject, facts, choices, progress, measure)
     labels = labels_of(choices)
-    places = [place_of(choice, label) for choice, label in zip(choices, labels, strict=True)]
+    places = _places(choices, facts)
     if times is None:
         made = Planned(make_plan(facts, places, [(0, 0, facts.n_layer)], limits), facts, None)
     else:
-        classes, ordered = layer_classes(gguf, config), bool(settings.device)
-        problem = SplitProblem(facts, limits, places, times, classes, settings.objective, ordered)
+        problem = SplitProblem(
+            facts, limits, places, times, subject.classes, settings.objective, bool(settings.device)
+        )
         made = _split(problem, settings.split, labels)
     formats = tuple(
         format_size_of(name, made.plan, with_kv_types(facts, config, limits, types), limits, places)
         for name, types in _formats(config)
     )
-    return replace(made, plan=replace(made.plan, formats=formats))
+    return replace(made, plan=with_experts(replace(made.plan, formats=formats), facts, settings.cpu_moe))
+
+
+def _host_experts(
+    gguf: GGUFFile, config: ModelConfig, choices: Sequence[DeviceChoice], settings: Settings
+) -> int:
+    """Layers whose experts are in main memory: as --cpu-moe says, else as few as have to be."""
+    limits = limits_of(settings)
+
+    def facts_of(count: int) -> ModelFacts:
+        return model_facts(gguf, config, limits, settings.kv_type, count)
+
+    def fits(count: int) -> bool:
+        facts = facts_of(count)
+        places = _places(choices, facts)
+        if len(places) == 1 or settings.split:
+            counts = settings.split or (facts.n_layer,)
+            cuts = [(p.device, p.first, p.last) for p in parts_of(counts)]
+            return has_room(facts) and make_plan(facts, places, cuts, limits).fits
+        classes = layer_classes(gguf, config, count)
+        times = [estimate(facts, classes, choice, 4 * config.n_embd) for choice in choices]
+        ordered = bool(settings.device)
+        problem = SplitProblem(facts, limits, places, times, classes, settings.objective, ordered)
+        return has_room(facts) and can_place(problem.memory(limits.least_tokens(facts)), ordered)
+
+    try:
+        check_count(settings, config, choices)
+        if settings.cpu_moe:
+            require_room(facts_of(settings.cpu_moe))
+    except ExpertsError as exc:
+        raise PlanError(str(exc)) from None
+    return settings.cpu_moe or fewest(config, choices, fits)
+
+
+def _places(choices: Sequence[DeviceChoice], facts: ModelFacts) -> list[Place]:
+    labels = labels_of(choices)
+    places = [place_of(choice, label) for choice, label in zip(choices, labels, strict=True)]
+    return beside_experts(places, choices, facts.host_bytes)
 
 
 def limits_of(settings: Settings) -> Limits:
@@ -100,7 +150,8 @@ def calibrate_model(
     progress: ProgressCallback,
 ) -> tuple[DeviceTimes, ...]:
     """Measure the devices anew, for plans to come. Raises whatever opening and running a stage raises."""
-    return measured_times(_subject(gguf, config, settings, open_stage), choices, progress, again=True)
+    subject = _subject(gguf, config, settings, open_stage, settings.cpu_moe)
+    return measured_times(subject, choices, progress, again=True)
 
 
 def _check_kv_types(settings: Settings, config: ModelConfig) -> None:
@@ -123,9 +174,15 @@ def _formats(config: ModelConfig) -> list[tuple[str, KVTypes]]:
     return [(name, KVTypes(name, name)) for name in KV_TYPES if blocks or name != "q8_0"]
 
 
-def _subject(gguf: GGUFFile, config: ModelConfig, settings: Settings, open_stage: OpenStage) -> Subject:
+def _subject(
+    gguf: GGUFFile, config: ModelConfig, settings: Settings, open_stage: OpenStage, host_experts: int
+) -> Subject:
     chunk = min(CHUNK, settings.max_num_batched_tokens)
-    return Subject(gguf, config, chunk, open_stage, settings.kv_type)
+
+    def opened(choice: DeviceChoice, spec: StageSpec) -> StageBackend:
+        return open_stage(choice, replace(spec, host_experts=host_experts, host_threads=settings.threads))
+
+    return Subject(gguf, config, chunk, opened, settings.kv_type, host_experts)
 
 
 def _split(problem: SplitProblem, counts: Sequence[int], labels: Sequence[str]) -> Planned:
@@ -171,8 +228,7 @@ def _times(
         return tuple(found)
     if len(choices) == 1:
         return None
-    classes = layer_classes(subject.gguf, subject.config)
-    return tuple(estimate(facts, classes, choice, 4 * subject.config.n_embd) for choice in choices)
+    return tuple(estimate(facts, subject.classes, choice, 4 * subject.config.n_embd) for choice in choices)
 
 
 def labels_of(choices: Sequence[DeviceChoice]) -> list[str]:

@@ -15,7 +15,7 @@ from backends.ggml.lib import ggml, library_folder
 from hetero import __version__
 from hetero.plan.calibrate import Subject, calibrate, shares_memory
 from hetero.plan.devices import DeviceChoice
-from hetero.plan.facts import EMBEDDING, HEAD, layer_classes, layer_names
+from hetero.plan.facts import EMBEDDING, HEAD, layer_names
 from hetero.plan.times import DeviceTimes, times_from_json
 from hetero.screen import ProgressCallback
 
@@ -66,14 +66,14 @@ def _ggml() -> tuple[str, str]:
 def _shapes(subject: Subject) -> list:
     """The layers' classes with their tensors, and the matrices at the ends."""
     gguf, config = subject.gguf, subject.config
-    classes = layer_classes(gguf, config)
+    classes = subject.classes
     examples = [classes.index(kind) for kind in range(max(classes) + 1)]
     names = [n for layer in examples for n in layer_names(config, layer)]
     names += [n for n in (EMBEDDING, HEAD) if n in gguf.tensors]
     tensors = [(gguf.tensors[n].type, gguf.tensors[n].shape) for n in names]
     windows = [config.layer_windows[layer] for layer in examples]
     heads = (config.n_head, config.n_head_kv, config.head_dim_k, config.head_dim_v)
-    return [gguf.architecture, classes, tensors, windows, heads, subject.chunk_tokens]
+    return [gguf.architecture, classes, tensors, windows, heads, subject.chunk_tokens, subject.host_experts]
 
 
 def _read(path: Path) -> DeviceTimes | None:

@@ -78,7 +78,8 @@ class Plan:
     kept at the same time. `max_model_len` is the longest context of one request. `reasons` explain the
     sizes, `notes` say where the user gets less than asked for. `free_bytes` is of all memories used.
     `fitting_tokens` is the largest KV cache that these stages have room for, 0 for none at all.
-    `formats`: what each format of the KV cache that can be chosen would make of the same memory.
+    `formats`: what each format of the KV cache that can be chosen would make of the same memory. The experts
+    of `host_experts` layers take `host_bytes` of main memory, and are in no stage's weights.
     """
 
     stages: tuple[StagePlan, ...]
@@ -91,6 +92,8 @@ class Plan:
     shortages: tuple[Shortage, ...]
     fitting_tokens: int
     formats: tuple[FormatSize, ...] = ()
+    host_experts: int = 0
+    host_bytes: int = 0
 
     @property
     def fits(self) -> bool:
@@ -102,7 +105,7 @@ class Plan:
 
     @property
     def total_bytes(self) -> int:
-        return sum(stage.total_bytes for stage in self.stages)
+        return sum(stage.total_bytes for stage in self.stages) + self.host_bytes
 
 
 Cut = tuple[int, int, int]  # index of the place, first layer, last layer + 1

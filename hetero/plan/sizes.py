@@ -21,7 +21,9 @@ class ModelFacts:
     `compute_bytes` is what a step's graph needs, `logits_bytes` what the last stage's needs on top;
     `rows_bytes` is what a stage hands on in a step. A device without kernels of ours gathers a sequence's
     KV first: `gather_bytes_per_token` for each of its tokens. It keeps `plain_kv_types`, which may take
-    `plain_kv_bytes_per_token`; (): what `kv_types` take everywhere else.
+    `plain_kv_bytes_per_token`; (): what `kv_types` take everywhere else. The experts of `host_experts`
+    layers are in main memory whichever device has the layer: `moved_bytes[i]` (none: ()) of layer i, which
+    are not among its `layer_bytes`.
     """
 
     n_ctx_train: int
@@ -38,6 +40,13 @@ class ModelFacts:
     plain_kv_bytes_per_token: tuple[int, ...] = ()
     kv_types: KVTypes = F16
     plain_kv_types: KVTypes = F16
+    host_experts: int = 0
+    moved_bytes: tuple[int, ...] = ()
+
+    @property
+    def host_bytes(self) -> int:
+        """Of experts, in main memory."""
+        return sum(self.moved_bytes)
 
     def token_bytes(self, plain: bool) -> tuple[int, ...]:
         """K and V of a token in each layer; `plain`: on a device without kernels of ours."""
@@ -49,7 +58,7 @@ class ModelFacts:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(self.layer_bytes) + self.embed_bytes + self.head_bytes
+        return sum(self.layer_bytes) + self.embed_bytes + self.head_bytes + self.host_bytes
 
 
 @dataclass(frozen=True, slots=True)
