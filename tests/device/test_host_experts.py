@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Iterator
 from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -75,7 +76,7 @@ def test_logits_do_not_depend_on_where_experts_are(pair: tuple[Driver, Driver]):
 
 
 def test_what_padding_holds_stays_finite(pair: tuple[Driver, Driver]):
-    """Rows that only fill up a step are written to the cache's scratch block, and then masked, not left out."""
+    """Rows that only fill up a step are written to the cache's scratch block, which is read and masked."""
     _, apart = pair
     apart.stage._host_experts._layers.kv.expert_scratch[:] = 255  # NaNs
     ids = np.random.default_rng(6).integers(3, 300, 33).tolist()
@@ -95,7 +96,7 @@ def test_weights_are_where_they_are_said_to_be(path: Path):
     moved = LAYERS - dense
     assert experts[0] == 0 and sorted(weights, reverse=True) == list(weights)
     assert len(set(weights)) == moved + 1  # more layers than there are change nothing
-    assert all(more > less for less, more in zip(experts[:moved], experts[1 : moved + 1], strict=True))
+    assert all(more > less for less, more in pairwise(experts[: moved + 1]))
 
 
 def test_which_layers_leave_their_experts(path: Path):

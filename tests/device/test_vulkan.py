@@ -19,6 +19,7 @@ from device import vulkan
 from engine.answers import BASE, answers
 from engine.driver import Driver
 from scale import scaled
+from tiny_experts import Sizes, tiny_experts
 from tiny_models import tiny_model
 
 from hetero.kv_types import KVTypes
@@ -98,6 +99,16 @@ def test_greedy_text(models: dict[str, Path], prompts: list[list[int]], name: st
     ties = near_ties(model, prompts, got["answers"], want)
     print(f"{len(ties)} of {len(prompts)} answers differ, from a near tie on")
     assert len(ties) <= len(prompts) // 4
+
+
+def test_experts_in_main_memory(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Each step leaves the device for them, in a child process, and comes back."""
+    model = tiny_experts(tmp_path / "m.gguf", "gpt-oss", sizes=Sizes(layers=2, experts=4, used=2))
+    few = prompts[: scaled(2, 6)]
+    got = run(model, {"device": ["Vulkan0"], "cpu_moe": 1}, few)
+    want, _ = answers(model, BASE, few, PROMPTS, tokens=TOKENS)
+    ties = near_ties(model, few, got["answers"], want)
+    assert len(ties) <= len(few) // 2
 
 
 def test_q8_0_in_place_of_fp8(models: dict[str, Path], prompts: list[list[int]]) -> None:
