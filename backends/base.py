@@ -9,6 +9,7 @@ from typing import Protocol
 import numpy as np
 
 BLOCK_SIZE = 16  # tokens of a KV block: one vector of keys in the CPU's kernels
+RECURRENT = 0  # in place of an attention window: the layer has no keys and values but a state
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +86,9 @@ class BatchLike(Protocol):
     context_lens: np.ndarray
     cu_seqlens_q: np.ndarray
     logits_rows: np.ndarray
+
+    state_sources: np.ndarray
+    state_writes: np.ndarray
 
     @property
     def copies(self) -> Sequence[BlockCopyLike]: ...

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 
+from hetero.kv.capacity import missing_blocks, peak_blocks
 from hetero.kv.manager import KVManager
 from hetero.request import Request, RequestError
 
@@ -71,7 +72,7 @@ class Admission:
 
     def _worst_case_fits(self, running: Sequence[Request], request: Request) -> bool:
         """Whether all that runs and `request` can go to their ends without any preemption."""
-        peaks = [self._kv.peak_blocks(self._max_total_tokens(r), self._chunk) for r in (*running, request)]
+        peaks = [peak_blocks(self._kv, self._max_total_tokens(r), self._chunk) for r in (*running, request)]
         usable = [pool.num_usable for pool in self._kv.pools]
         return all(sum(need) <= most for need, most in zip(zip(*peaks, strict=True), usable, strict=True))
 
@@ -83,6 +84,6 @@ class Admission:
         room = self._kv.available_blocks()
         for r in (*running, request):
             goal = min(r.num_tokens + self._kv.block_size, self._max_total_tokens(r))
-            missing = self._kv.missing_blocks(r, goal, self._kv.block_size)
+            missing = missing_blocks(self._kv, r, goal, self._kv.block_size)
             room = [have - need for have, need in zip(room, missing, strict=True)]
         return min(room) >= 0

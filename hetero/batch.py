@@ -29,12 +29,25 @@ class BlockMove:
 
 
 @dataclass(slots=True)
+class StateUse:
+    """The slots of recurrent layers' states that a request uses in a step.
+
+    `source` holds the state before its first row, 0: there is none yet. `writes`: (rows, slot), ascending:
+    the state after so many of its rows goes to that slot. No row of a draft is ever in a state.
+    """
+
+    source: int
+    writes: list[tuple[int, int]]
+
+
+@dataclass(slots=True)
 class Step:
     """What one step computes: `num_scheduled_tokens[i]` tokens of `requests[i]`, from `starts[i]` on.
 
     `sampled[i]` says whether the step reaches the end of the request's tokens, so that its last
     row's logits give the next one. Then `drafts[i]` may have guesses of the tokens that follow: they are
-    the last of the scheduled ones, and the rows from the last known token on all give logits.
+    the last of the scheduled ones, and the rows from the last known token on all give logits. `states[i]`
+    says which states it uses, where the model has recurrent layers; else `states` is empty.
 
     `spills` happen before anything else of the step, in particular before the copies. `loads` come
     after them and end before anything of the *next* step: no token of this step attends what they bring.
@@ -47,6 +60,7 @@ class Step:
     num_scheduled_tokens: list[int] = field(default_factory=list)
     sampled: list[bool] = field(default_factory=list)
     drafts: list[list[int]] = field(default_factory=list)
+    states: list[StateUse] = field(default_factory=list)
     copies: list[BlockCopy] = field(default_factory=list)
     spills: list[BlockMove] = field(default_factory=list)
     loads: list[BlockMove] = field(default_factory=list)
@@ -55,6 +69,16 @@ class Step:
     @property
     def num_tokens(self) -> int:
         return sum(self.num_scheduled_tokens)
+
+    def add(self, request: Request, start: int, count: int, due: bool, state: StateUse | None) -> None:
+        """Have `count` tokens of a request computed, from `start` on; `due`: the next one is wanted."""
+        self.requests.append(request)
+        self.starts.append(start)
+        self.num_scheduled_tokens.append(count)
+        self.sampled.append(due)
+        self.drafts.append([])
+        if state is not None:
+            self.states.append(state)
 
 
 @dataclass(slots=True)
@@ -67,6 +91,11 @@ class Batch:
     context_lens          int32 [S]          tokens of the sequence after this step
     cu_seqlens_q          int32 [S + 1]      sequence s owns rows cu[s] .. cu[s + 1]
     logits_rows           int32 [L]          rows whose logits are wanted, ascending
+    state_sources         int32 [S]          slot of the state before the sequence's first row, 0: none yet
+    state_writes          int32 [W, 3]       sequence, rows, slot: the state after so many of its rows goes
+                                             there; in the order of sequences, then of rows
+
+    Groups of recurrent layers are not counted in G; without such layers there are no sources and writes.
     """
 
     step_id: int
@@ -81,10 +110,15 @@ class Batch:
     spills: Sequence[BlockMove] = ()
     loads: Sequence[BlockMove] = ()
     only_argmax: bool = False  # of the logits nothing but the largest is asked for
+    state_sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    state_writes: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
 
 def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = False) -> Batch:
-    """Turn a step into arrays. Every scheduled position must lie inside the block tables."""
+    """Turn a step into arrays. Every scheduled position must lie inside the block tables.
+
+    `num_groups`: without that of recurrent layers.
+    """
     size = len(step.requests)
     counts = np.array(step.num_scheduled_tokens, np.int32)
     starts = np.array(step.starts, np.int32)
@@ -117,7 +151,14 @@ def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = Fals
         spills=step.spills,
         loads=step.loads,
         only_argmax=only_argmax,
+        state_sources=np.array([state.source for state in step.states], np.int32),
+        state_writes=_state_writes(step),
     )
+
+
+def _state_writes(step: Step) -> np.ndarray:
+    writes = [(i, rows, slot) for i, state in enumerate(step.states) for rows, slot in state.writes]
+    return np.array(writes, np.int32).reshape(-1, 3)
 
 
 def _logits_rows(step: Step, cu_seqlens: np.ndarray) -> np.ndarray:

@@ -153,7 +153,7 @@ class DraftModel:
                 request = twins[i].request
                 request.output_token_ids.append(guesses[i][-1])
                 twins[i].guessed.append(guesses[i][-1])
-                _put(step, request, request.num_tokens - 1, 1, True)
+                step.add(request, request.num_tokens - 1, 1, True, None)
         for twin in twins:
             if twin.guessed:
                 del twin.request.output_token_ids[-len(twin.guessed) :]
@@ -202,7 +202,7 @@ class DraftModel:
         if found < 1:
             return 0
         take, due = min(take, found), due and found >= take
-        _put(step, own, own.num_computed_tokens, take, due)
+        step.add(own, own.num_computed_tokens, take, due, None)
         own.num_computed_tokens += take
         self.kv.commit(own, min(own.num_computed_tokens, own.num_tokens - 1))  # see _twin
         return found - take + 1 if due else 0
@@ -228,7 +228,7 @@ class DraftModel:
         """The likeliest token of each row of logits; -1 where a row is not finite."""
         started = self._clock()
         try:
-            self._runner.submit(build(step, len(self.kv.groups), self.kv.block_size, only_argmax=True))
+            self._runner.submit(build(step, self.kv.num_kv_groups, self.kv.block_size, only_argmax=True))
             result = self._runner.wait()
         finally:
             self.kv.end_step(step, good=True)  # after a failure all is forgotten
@@ -261,11 +261,3 @@ class DraftModel:
             for table in own.block_tables:
                 held = len(table) * self.kv.block_size
                 assert own.num_computed_tokens + len(twin.guessed) <= held
-
-
-def _put(step: Step, request: Request, start: int, count: int, due: bool) -> None:
-    step.requests.append(request)
-    step.starts.append(start)
-    step.num_scheduled_tokens.append(count)
-    step.sampled.append(due)
-    step.drafts.append([])

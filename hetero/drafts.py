@@ -48,7 +48,7 @@ def add_drafts(
     for i, guess in zip(due, guesses, strict=True):
         count = _fitting(kv, step.requests[i], min(len(guess), limits[i], room), spare_blocks)
         if count:
-            count = kv.allocate(step.requests[i], count)
+            count = kv.allocate(step.requests[i], count, known=False)
             step.drafts[i] = list(guess[:count])
             step.num_scheduled_tokens[i] += count
             room -= count
@@ -56,7 +56,22 @@ def add_drafts(
 
 def _fitting(kv: KVManager, request: Request, count: int, spare_blocks: int) -> int:
     """How many of `count` tokens have blocks without touching what is to be left."""
-    for table, available in zip(request.block_tables, kv.available_blocks(), strict=True):
+    for group, table, available in zip(kv.groups, request.block_tables, kv.available_blocks(), strict=True):
+        if group.recurrent:
+            continue  # no guess is ever in a state
         blocks = len(table) + max(0, available - spare_blocks)
         count = min(count, blocks * kv.block_size - request.num_computed_tokens)
     return count
+
+
+def take_drafts(kv: KVManager, request: Request, tokens: Sequence[int]) -> None:
+    """Append what was guessed right; room for one token more stays, the blocks of the rest go.
+
+    With recurrent layers these tokens are computed once more, in the request's next step: a state cannot
+    take back what was guessed wrong, so that no guess is ever in it.
+    """
+    request.output_token_ids += tokens
+    if not kv.recurrent:
+        request.num_computed_tokens += len(tokens)
+        kv.commit(request, request.num_computed_tokens)
+    kv.cut(request, request.num_tokens + 1)

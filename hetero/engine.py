@@ -206,7 +206,7 @@ class Engine:
         flight = _Flight(step)
         self._flights.append(flight)
         try:
-            groups, greedy = len(self.scheduler.kv.groups), self._is_greedy(step)
+            groups, greedy = self.scheduler.kv.num_kv_groups, self._is_greedy(step)
             self.runner.submit(batch.build(step, groups, self.block_size, greedy))
         except Exception as error:  # kept until its turn: results are taken in in order
             flight.error = error

@@ -9,7 +9,7 @@ from collections.abc import Collection, Mapping, Sequence
 from hetero import shares
 from hetero.admission import Admission, check_prompt_fits
 from hetero.batch import Step
-from hetero.drafts import Drafter, add_drafts
+from hetero.drafts import Drafter, add_drafts, take_drafts
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request, RequestStatus
 from hetero.scheduler_checks import check_scheduler
@@ -237,11 +237,8 @@ class Scheduler:
 
     def _put(self, request: Request, count: int, step: Step) -> None:
         start = request.num_computed_tokens
-        step.requests.append(request)
-        step.starts.append(start)
-        step.num_scheduled_tokens.append(count)
-        step.sampled.append(start + count == request.num_tokens)
-        step.drafts.append([])
+        due = start + count == request.num_tokens
+        step.add(request, start, count, due, self.kv.use_state(request, count))
         request.num_computed_tokens = start + count
         request.num_in_flight += 1
         self.kv.commit(request, start + count)
@@ -319,7 +316,9 @@ class Scheduler:
             reason: FinishReason | None = FinishReason.ERROR
             if not failed:
                 if step.drafts[i]:
-                    self._take_drafts(request, step.drafts[i][: num_accepted[i] if num_accepted else 0])
+                    right = step.drafts[i][: num_accepted[i] if num_accepted else 0]
+                    take_drafts(self.kv, request, right)
+                    self.counters.generated_tokens += len(right)
                 self.kv.trim(request)
                 reason = (finished or {}).get(request.request_id)
                 reason = self._take_token(request, step.sampled[i], sampled[i], reason)
@@ -348,14 +347,6 @@ class Scheduler:
             self._end(request, FinishReason.ERROR, cache=False)
         self.kv.clear_cache()
         return ended
-
-    def _take_drafts(self, request: Request, tokens: Sequence[int]) -> None:
-        """Append what was guessed right; room for one token more stays, the blocks of the rest go."""
-        request.output_token_ids += tokens
-        request.num_computed_tokens += len(tokens)
-        self.counters.generated_tokens += len(tokens)
-        self.kv.commit(request, request.num_computed_tokens)
-        self.kv.cut(request, request.num_computed_tokens + 1)
 
     def _take_token(
         self, request: Request, due: bool, token: int | None, reason: FinishReason | None

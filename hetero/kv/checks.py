@@ -7,9 +7,11 @@ from typing import TYPE_CHECKING
 
 from hetero.kv.block_pool import SCRATCH_BLOCK
 from hetero.kv.prefix_tree import Node
+from hetero.kv.states import check_states
 
 if TYPE_CHECKING:
-    from hetero.kv.manager import KVManager, _Cursor
+    from hetero.kv.cursor import Cursor
+    from hetero.kv.manager import KVManager
 
 
 def check_manager(kv: KVManager) -> None:
@@ -48,11 +50,14 @@ def check_manager(kv: KVManager) -> None:
             assert pool.owner(block) is owned.get((g, block))
 
 
-def _check_tables(kv: KVManager, cursor: _Cursor) -> None:
+def _check_tables(kv: KVManager, cursor: Cursor) -> None:
     request = cursor.request
     assert len(request.block_tables) == len(kv.groups)
     assert cursor.tail == 0 or all(len(table) > cursor.depth for table in request.block_tables)
     for g, table in enumerate(request.block_tables):
+        if g == kv.state_group:
+            check_states(kv, cursor)
+            continue
         assert len(table) * kv.block_size >= request.num_computed_tokens
         needed = kv.groups[g].first_needed(cursor.trimmed) // kv.block_size
         assert cursor.held[g] >= min(needed, len(table)), "a block outside the window is held"

@@ -22,7 +22,7 @@ Order within a step, at each stage:      spills   copies   compute
 - A block may be written as soon as it was spilled, in the same step. It can only be spilled if an earlier
   step has filled it (node.step_id).
 - What is loaded may be attended and copied from the next step on. A request that has matched such a block,
-  by its own load or another's, is not computed in this step (_Cursor.waits): it has its blocks and goes on
+  by its own load or another's, is not computed in this step (Cursor.waits): it has its blocks and goes on
   in the next one.
 - Until the step ends, the slots of its moves and the blocks of its loads are pinned: whatever becomes of the
   request or of the node, nothing else is written there.

@@ -21,12 +21,13 @@ from hetero.kv.prefix_tree import Node
 from hetero.request import Request
 
 if TYPE_CHECKING:
-    from hetero.kv.manager import KVManager, _Cursor
+    from hetero.kv.cursor import Cursor
+    from hetero.kv.manager import KVManager
 
 LIKELY_ANSWER = 512  # tokens for which a request gets space to grow, unless it asks for fewer
 
 
-def place_matched(kv: KVManager, cursor: _Cursor) -> list[BlockCopy] | None:
+def place_matched(kv: KVManager, cursor: Cursor) -> list[BlockCopy] | None:
     """Find a place for a request in which blocks were matched, and in which it can grow.
 
     Returns the copies for that; None when the request goes on in the block behind the matched ones.
@@ -39,7 +40,7 @@ def place_matched(kv: KVManager, cursor: _Cursor) -> list[BlockCopy] | None:
     return copies
 
 
-def continue_tail(kv: KVManager, cursor: _Cursor, whole: bool) -> bool:
+def continue_tail(kv: KVManager, cursor: Cursor, whole: bool) -> bool:
     """Let the request write on in the block that has its next tokens, right behind the matched blocks.
 
     `whole`: only if nothing is lost, that is, all of a tail is matched and there is room behind it. Else
@@ -76,7 +77,7 @@ def continue_tail(kv: KVManager, cursor: _Cursor, whole: bool) -> bool:
     return True
 
 
-def move_matched(kv: KVManager, cursor: _Cursor) -> list[BlockCopy]:
+def move_matched(kv: KVManager, cursor: Cursor) -> list[BlockCopy]:
     """Copies that bring the matched blocks to a place where the request can grow; [] where they can stay.
 
     The cache's entries move along unless somebody else references their blocks.
@@ -101,7 +102,7 @@ def move_matched(kv: KVManager, cursor: _Cursor) -> list[BlockCopy]:
     return copies
 
 
-def _path(cursor: _Cursor) -> list[Node]:
+def _path(cursor: Cursor) -> list[Node]:
     """The nodes from below the root to the cursor's."""
     path, node = [], cursor.node
     while node.parent is not None:
@@ -110,7 +111,7 @@ def _path(cursor: _Cursor) -> list[Node]:
     return path[::-1]
 
 
-def _new_place(kv: KVManager, cursor: _Cursor, g: int, blocks: list[int]) -> list[int]:
+def _new_place(kv: KVManager, cursor: Cursor, g: int, blocks: list[int]) -> list[int]:
     """As many fresh blocks in a row, with room behind them; [] when these are well where they are.
 
     Also when there is no such place, or when the pool would be left without room for the others.

@@ -3,45 +3,23 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from itertools import takewhile
 
-from hetero.batch import BlockCopy, BlockMove, Step
+from hetero.batch import BlockCopy, BlockMove, StateUse, Step
+from hetero.kv import states
 from hetero.kv.below import Below
 from hetero.kv.block_pool import SCRATCH_BLOCK, BlockPool
 from hetero.kv.checks import check_manager
+from hetero.kv.cursor import Cursor
 from hetero.kv.groups import KVGroup
 from hetero.kv.host_tier import HostTier
 from hetero.kv.in_place import likely_blocks, make_way, place_matched
 from hetero.kv.leaving import detach, drop, prune
 from hetero.kv.matching import copy_tail, match
 from hetero.kv.prefix_tree import Node, PrefixTree
+from hetero.kv.states import PER_REQUEST
 from hetero.request import Request
-
-
-class _Cursor:
-    """What the manager remembers of a live request beside its block tables.
-
-    blocks      0  1  2  3  4 | 5  6
-    tree        root to `node`| not full yet, or not scheduled        depth = 5
-    table[g]    .  .  x  x  x | x  x      . = SCRATCH_BLOCK           held[g] = 2
-
-    `trimmed` is the number of computed tokens for which `held` is right. `placed`: where its blocks lie
-    was looked at. `tail`: block number `depth` was a cached tail of so many tokens, see continue_tail.
-    `waits`: the step in which it is not computed, because that loads what it has matched or would match.
-    """
-
-    __slots__ = ("depth", "held", "node", "placed", "request", "root", "tail", "trimmed", "waits")
-
-    def __init__(self, request: Request, node: Node, num_groups: int):
-        self.request = request
-        self.root = node
-        self.node = node
-        self.depth = 0
-        self.held = [0] * num_groups
-        self.trimmed = 0
-        self.placed = False
-        self.tail = 0
-        self.waits = 0
 
 
 class KVManager:
@@ -71,15 +49,30 @@ class KVManager:
         self.host = host or HostTier([0] * len(self.groups))
         self.below: Below | None = None  # a further tier, told what happens here
         self._windowed = any(g.window is not None for g in self.groups)
+        self.state_group = len(self.groups) - 1 if self.groups[-1].recurrent else None
         self.tree = PrefixTree(block_size)
         self.num_pinned = 0  # references held by copies and loads whose step has not ended
         self._pins: Counter[tuple[int, int]] = Counter()
-        self._cursors: dict[str, _Cursor] = {}
+        self._cursors: dict[str, Cursor] = {}
         self._step_id = 0
 
     @property
     def step_id(self) -> int:
         return self._step_id
+
+    @property
+    def recurrent(self) -> bool:
+        """Whether the model has recurrent layers."""
+        return self.state_group is not None
+
+    @property
+    def num_kv_groups(self) -> int:
+        """Groups without that of recurrent layers."""
+        return len(self.groups) - self.recurrent
+
+    def cursors_before(self, cursor: Cursor) -> Iterator[Cursor]:
+        """Those of requests that are here for longer."""
+        return takewhile(lambda other: other is not cursor, self._cursors.values())
 
     def begin_step(self, step_id: int) -> None:
         """What is matched and committed from here on belongs to step `step_id` (ascending)."""
@@ -92,7 +85,8 @@ class KVManager:
         """The longest sequence whose KV fits when it is alone (a window bounds what it needs)."""
         fits = 2**31 - 1
         for group, pool in zip(self.groups, self.pools, strict=True):
-            if group.window is None or pool.num_usable < self.span_blocks(group.window):
+            least = PER_REQUEST if group.recurrent else self.span_blocks(group.window or 0)
+            if group.window is None or pool.num_usable < least:
                 fits = min(fits, pool.num_usable * self.block_size)
         return fits
 
@@ -100,32 +94,16 @@ class KVManager:
         """Per group, blocks that can be had without taking any from a live request."""
         return [pool.num_available for pool in self.pools]
 
-    def peak_blocks(self, num_tokens: int, chunk: int) -> list[int]:
-        """Per group, the most blocks that a sequence of `num_tokens` ever holds when it is
-        computed in chunks of at most `chunk` tokens."""
-        peaks = []
-        for group in self.groups:
-            peak = self._blocks(num_tokens)
-            if group.window is not None:
-                peak = min(peak, self.span_blocks(group.window + chunk - 1))
-            peaks.append(peak)
-        return peaks
+    def num_left_out(self, request: Request, g: int) -> int:
+        """Blocks at the beginning of the request's table that are not held, since a window has passed."""
+        return self._cursors[request.request_id].held[g]
 
-    def missing_blocks(self, request: Request, num_tokens: int, chunk: int) -> list[int]:
-        """Per group, how many blocks more the request needs to reach `num_tokens` tokens."""
-        missing = self.peak_blocks(num_tokens, chunk)
-        cursor = self._cursors.get(request.request_id)
-        if cursor is not None:
-            for g, table in enumerate(request.block_tables):
-                ahead = self._blocks(num_tokens) - len(table)
-                missing[g] = max(0, min(ahead, missing[g] - (len(table) - cursor.held[g])))
-        return missing
-
-    def _blocks(self, num_tokens: int) -> int:
+    def num_blocks(self, num_tokens: int) -> int:
+        """Blocks that so many tokens fill, or begin to."""
         return -(-num_tokens // self.block_size)
 
     def span_blocks(self, span: int) -> int:
-        return self._blocks(span - 1) + 1  # enough for `span` positions wherever they begin
+        return self.num_blocks(span - 1) + 1  # enough for `span` positions wherever they begin
 
     # -- finding what is computed already ------------------------------------------------------
 
@@ -151,8 +129,11 @@ class KVManager:
 
         Call after `match`, and only for a request that then computes in this step; after a match
         `allocate` has room for at least one token. No match, or no blocks: an empty list. Where it
-        pays to have a request in one piece, whole blocks that were matched may be copied too.
+        pays to have a request in one piece, whole blocks that were matched may be copied too. With
+        recurrent layers never: see states.py.
         """
+        if self.recurrent:
+            return []
         cursor, moved = self._cursor(request), []
         if not cursor.placed and self.wants_one_piece():
             cursor.placed = True
@@ -228,29 +209,37 @@ class KVManager:
 
     # -- blocks for what is to be computed ------------------------------------------------------
 
-    def allocate(self, request: Request, num_tokens: int, kept: int = 0) -> int:
+    def allocate(self, request: Request, num_tokens: int, kept: int = 0, *, known: bool = True) -> int:
         """Blocks for the next `num_tokens` tokens, or for as many of them as there is room for.
 
-        Returns that number. Reclaims idle blocks, the longest unused first; leaves `kept` for others.
+        Returns that number. Reclaims idle blocks, the longest unused first; leaves `kept` for others. Also
+        slots for the states of recurrent layers, unless the tokens are not `known` but guessed.
         """
-        self._cursor(request)
-        computed = request.num_computed_tokens
-        if all(len(table) * self.block_size >= computed + num_tokens for table in request.block_tables):
-            return num_tokens  # as in most steps of a decode
-        for pool, table in zip(self.pools, request.block_tables, strict=True):
-            room = len(table) + max(0, pool.num_available - kept)
-            num_tokens = min(num_tokens, room * self.block_size - computed)
-        for g, table in enumerate(request.block_tables):
-            for _ in range(self._blocks(computed + num_tokens) - len(table)):
+        cursor = self._cursor(request)
+        computed, tables = request.num_computed_tokens, request.block_tables[: self.num_kv_groups]
+        for pool, table in zip(self.pools, tables, strict=False):
+            if len(table) * self.block_size < computed + num_tokens:  # not so in most steps of a decode
+                room = len(table) + max(0, pool.num_available - kept)
+                num_tokens = min(num_tokens, room * self.block_size - computed)
+        if self.recurrent and known and num_tokens > 0 and not states.reserve(self, cursor, num_tokens):
+            return 0
+        for g, table in enumerate(tables):
+            for _ in range(self.num_blocks(computed + num_tokens) - len(table)):
                 table.append(self.take(g, request))
         return num_tokens
 
     def cut(self, request: Request, num_tokens: int) -> None:
         """Give back what lies behind the first `num_tokens` tokens. No step in flight may use it."""
-        keep = self._blocks(num_tokens)
-        for pool, table in zip(self.pools, request.block_tables, strict=True):
+        keep = self.num_blocks(num_tokens)
+        for pool, table in zip(self.pools, request.block_tables[: self.num_kv_groups], strict=False):
             while len(table) > keep:
                 pool.release(table.pop())
+
+    def use_state(self, request: Request, num_tokens: int) -> StateUse | None:
+        """The states of recurrent layers that the step with the next `num_tokens` tokens uses."""
+        if not self.recurrent:
+            return None
+        return states.use_state(self, self._cursors[request.request_id], num_tokens)
 
     def trim(self, request: Request) -> None:
         """Give back the blocks that no position from `num_computed_tokens` on attends.
@@ -262,6 +251,9 @@ class KVManager:
         cursor = self._cursors[request.request_id]
         cursor.trimmed = request.num_computed_tokens
         for g, group in enumerate(self.groups):
+            if group.recurrent:
+                states.trim(self, cursor)
+                continue
             table = request.block_tables[g]
             needed = min(group.first_needed(request.num_computed_tokens) // self.block_size, len(table))
             for i in range(cursor.held[g], needed):
@@ -324,6 +316,8 @@ class KVManager:
             if shorter is not None:
                 drop(self, shorter)
         for g, table in enumerate(request.block_tables):
+            if g == self.state_group and not states.is_wanted(self, self._cursors[request.request_id], i):
+                continue
             # An entry that is there stays: it may be in use, and this request's block is as good.
             if node.blocks[g] is None and table[i] != SCRATCH_BLOCK:
                 self.pools[g].keep(table[i], node)
@@ -337,7 +331,7 @@ class KVManager:
         """Give back all blocks of a request that is in no step in flight.
 
         With `cache` its computed tokens stay in the tree, the last, partly filled block
-        included, until the blocks are needed.
+        included (not so with recurrent layers), until the blocks are needed.
         """
         cursor = self._cursors.get(request.request_id)
         if cursor is None:
@@ -347,7 +341,9 @@ class KVManager:
             self.commit(request, computed)
             start = computed - computed % self.block_size
             tail = tuple(request.token_ids(start, computed))
-            if tail and self.tree.attached(cursor.node):
+            if self.recurrent:
+                states.keep_border(self, cursor)
+            elif tail and self.tree.attached(cursor.node):
                 found = self.tree.closest(cursor.node, tail)
                 if found is None or found[1] < len(tail):
                     prune(self, self._enter(cursor.node, tail, request, cursor.depth, 0))
@@ -373,11 +369,11 @@ class KVManager:
         if self.below is not None:
             self.below.cleared()
 
-    def _cursor(self, request: Request) -> _Cursor:
+    def _cursor(self, request: Request) -> Cursor:
         cursor = self._cursors.get(request.request_id)
         if cursor is None:
             root = self.tree.root_of(request.cache_scope)
-            cursor = _Cursor(request, root, len(self.groups))
+            cursor = Cursor(request, root, len(self.groups))
             self._cursors[request.request_id] = cursor
             request.block_tables = [[] for _ in self.groups]
         elif not self.tree.attached(cursor.node):

@@ -14,9 +14,11 @@ from typing import TYPE_CHECKING
 from hetero.batch import BlockCopy
 from hetero.kv.block_pool import SCRATCH_BLOCK
 from hetero.kv.prefix_tree import Node
+from hetero.kv.states import should_wait
 
 if TYPE_CHECKING:
-    from hetero.kv.manager import KVManager, _Cursor
+    from hetero.kv.cursor import Cursor
+    from hetero.kv.manager import KVManager
 
 
 class _Path:
@@ -32,6 +34,7 @@ class _Path:
         self.usable: list[int] = []  # numbers of nodes, ascending
         self.absent: list[list[int]] = [[] for _ in range(num_groups)]
         self.idle: list[list[int]] = [[] for _ in range(num_groups)]
+        self.soon = False  # the step being scheduled writes a state that could be begun with
 
     def loads_more_than(self, nbytes: int, block_bytes: Sequence[int]) -> bool:
         """Whether it has a length of use beyond what is on the device, and so much to load."""
@@ -41,20 +44,24 @@ class _Path:
         return sum(len(a) * size for a, size in zip(self.absent, block_bytes, strict=True)) > nbytes
 
 
-def match(kv: KVManager, cursor: _Cursor, load: bool, kept: int) -> int:
+def match(kv: KVManager, cursor: Cursor, load: bool, kept: int) -> int:
     """Adopt nodes that continue the request; see KVManager.match."""
     path = _walk(kv, cursor, load)
     count = path.usable[-1] if path.usable else 0
     if any(path.absent):
         count = _choose(kv, cursor, path, kept)
-    if not count:
-        return 0
     before = cursor.request.num_computed_tokens
-    _adopt(kv, cursor, path.nodes[:count])
+    if count:
+        _adopt(kv, cursor, path.nodes[:count])
+    if kv.recurrent:
+        if len(path.nodes) > count:  # others went this way too, and left no state there
+            cursor.marks.add(path.first + len(path.nodes) - 1)
+        if path.soon or should_wait(kv, cursor):
+            cursor.waits = kv.step_id
     return cursor.request.num_computed_tokens - before
 
 
-def _walk(kv: KVManager, cursor: _Cursor, load: bool) -> _Path:
+def _walk(kv: KVManager, cursor: Cursor, load: bool) -> _Path:
     """The path, as far as it can be adopted; no further than a step can load, if it is of use up to there."""
     request, size = cursor.request, kv.block_size
     first = request.num_computed_tokens // size
@@ -67,7 +74,9 @@ def _walk(kv: KVManager, cursor: _Cursor, load: bool) -> _Path:
         if child is None:
             break
         for g, block in enumerate(child.blocks):
-            if block is None:
+            if g == kv.state_group and block is not None and child.step_id >= kv.step_id:
+                path.soon, held[g] = True, i + 1
+            elif block is None:
                 if load and child.slots[g] is not None:
                     path.absent[g].append(i - first)
                 else:
@@ -85,7 +94,7 @@ def _walk(kv: KVManager, cursor: _Cursor, load: bool) -> _Path:
     return path
 
 
-def _choose(kv: KVManager, cursor: _Cursor, path: _Path, kept: int) -> int:
+def _choose(kv: KVManager, cursor: Cursor, path: _Path, kept: int) -> int:
     """How many of the path's nodes are worth adopting, as far as blocks and the step's budget go.
 
     Where only the budget does not, the request has to wait for a later step. `kept` blocks of each
@@ -136,7 +145,7 @@ def _between(positions: Sequence[int], low: int, high: int) -> int:
     return max(0, bisect_left(positions, high) - bisect_left(positions, low))
 
 
-def _has_room(kv: KVManager, cursor: _Cursor, path: _Path, count: int, wanted: Sequence[int]) -> bool:
+def _has_room(kv: KVManager, cursor: Cursor, path: _Path, count: int, wanted: Sequence[int]) -> bool:
     """Whether so many blocks can be had beside those that are adopted where they are."""
     for g, (pool, table) in enumerate(zip(kv.pools, cursor.request.block_tables, strict=True)):
         low = _first_held(kv, g, path.first, count)
@@ -151,7 +160,7 @@ def _has_room(kv: KVManager, cursor: _Cursor, path: _Path, count: int, wanted: S
     return True
 
 
-def _adopt(kv: KVManager, cursor: _Cursor, nodes: Sequence[Node]) -> None:
+def _adopt(kv: KVManager, cursor: Cursor, nodes: Sequence[Node]) -> None:
     """Take over the nodes' blocks; those that are in host memory only are loaded by this step.
 
     All that is there is held before any block is taken: making room may drop the nodes themselves,
@@ -189,7 +198,7 @@ def _adopt(kv: KVManager, cursor: _Cursor, nodes: Sequence[Node]) -> None:
     kv.trim(request)
 
 
-def _load(kv: KVManager, cursor: _Cursor, g: int, node: Node, slot: int | None) -> int:
+def _load(kv: KVManager, cursor: Cursor, g: int, node: Node, slot: int | None) -> int:
     """A fresh block that this step fills from a pinned slot; it becomes the node's."""
     assert slot is not None, "the path has either"
     pool = kv.pools[g]
@@ -206,7 +215,7 @@ def _load(kv: KVManager, cursor: _Cursor, g: int, node: Node, slot: int | None) 
     return block
 
 
-def copy_tail(kv: KVManager, cursor: _Cursor) -> list[BlockCopy]:
+def copy_tail(kv: KVManager, cursor: Cursor) -> list[BlockCopy]:
     """Copies of a cached block's beginning that the request goes on from; see KVManager.match_tail."""
     request = cursor.request
     start, limit = request.num_computed_tokens, request.num_tokens - 1

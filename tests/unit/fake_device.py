@@ -32,7 +32,10 @@ def is_eos(last_hash: int) -> bool:
 
 
 class Device:
-    """KV content per group, block and offset, as prefix hashes; 0 is garbage. Host slots likewise."""
+    """KV content per group, block and offset, as prefix hashes; 0 is garbage. Host slots likewise.
+
+    A state is the hash of the prefix behind which it is.
+    """
 
     def __init__(self, groups: list[KVGroup], block_size: int, host_slots: list[int]):
         self.groups, self.block_size = groups, block_size
@@ -94,6 +97,9 @@ class Device:
         counts = step.num_scheduled_tokens
         values = np.concatenate([h[-n:] for h, n in zip(hashes, counts, strict=True)])
         for g, slots in enumerate(self.slots):
+            if self.groups[g].recurrent:
+                self._use_states(slots, batch, hashes, counts, broken)
+                continue
             mapping = batch.slot_mapping[g]
             assert mapping.min() >= size, "a token goes to the scratch block"
             assert len(set(mapping.tolist())) == len(mapping), "two tokens share a slot"
@@ -101,9 +107,30 @@ class Device:
         if broken:
             return [0] * len(batch.logits_rows)
         for g, group in enumerate(self.groups):
+            if group.recurrent:
+                continue
             for i, expected in enumerate(hashes):
                 first = group.first_needed(len(expected) - counts[i])
                 at = np.arange(first, len(expected))
                 got = self.slots[g][batch.block_tables[g][i, at // size] * size + at % size]
                 assert (got == expected[first:]).all(), f"{step.requests[i].request_id} attends foreign KV"
         return values[batch.logits_rows].tolist()
+
+    def _use_states(
+        self, slots: np.ndarray, batch: Batch, hashes: list[np.ndarray], counts: list[int], broken: bool
+    ) -> None:
+        """All sequences begin at once: what one of them writes, no other may read or write in this step."""
+        size = self.block_size
+        sources, writes = batch.state_sources.tolist(), batch.state_writes.tolist()
+        starts = [len(known) - count for known, count in zip(hashes, counts, strict=True)]
+        for i, (source, start) in enumerate(zip(sources, starts, strict=True)):
+            assert (source == 0) == (start == 0), "a state before the first token, or none after it"
+            assert not start or broken or slots[source * size] == hashes[i][start - 1], "a foreign state"
+        for i, _, slot in writes:
+            users = {j for j, source in enumerate(sources) if source == slot}
+            users |= {j for j, _, other in writes if other == slot}
+            assert slot > 0 and users == {i}, "two sequences at one state"
+        for i, rows, slot in writes:
+            assert 0 < rows <= counts[i]
+            slots[slot * size] = 0 if broken else hashes[i][starts[i] + rows - 1]
+        assert writes == sorted(writes) and {i for i, _, _ in writes} == set(range(len(starts)))

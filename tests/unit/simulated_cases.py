@@ -5,11 +5,13 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
+from backends.base import RECURRENT
 from hetero.kv.groups import KVGroup
 from hetero.request import Request
 from hetero.sampling.params import SamplingParams
 
 WINDOWS: list[list[int | None]] = [[None], [None], [None, 5], [None, 3, 9], [6], [3, 7], [None, None], [1]]
+STATES: list[list[int | None]] = [[None, RECURRENT], [None, RECURRENT], [None, 5, RECURRENT]]
 
 
 @dataclass
@@ -33,18 +35,19 @@ class Case:
     move_seconds: float = 0.0  # what a block costs to move, beside 1 for a token; 0: as guessed
 
 
-def draw_case(rng: random.Random) -> Case:
-    """A tiny, crowded world."""
+def draw_case(rng: random.Random, tiers: bool = False) -> Case:
+    """A tiny, crowded world. `tiers`: one in which nothing is kept that no lower tier can hold."""
     size = rng.choice([1, 2, 4])
     crowd = rng.random() < 0.3  # short prompts, long answers: the pool fills up on the way
-    windows: list[int | None] = rng.choice(WINDOWS)
+    windows: list[int | None] = rng.choice(WINDOWS if tiers else WINDOWS + STATES)
     longest = rng.choice([12, 24, 40])
     turns = not crowd and rng.random() < 0.4  # the same long beginnings over and over, more than fit
     groups = []
     for window in windows:
         least = longest // size if window is None else min(longest, window + 2 * size) // size
         ratio = rng.choice([1, 1, 1.2, 1.5] if turns else [0.7, 1, 1, 1.2, 1.5, 2, 5])
-        groups.append(KVGroup((len(groups),), window, 2 + int(least * ratio)))
+        blocks = 3 + rng.choice([0, 0, 1, 3, 8, 20]) if window == RECURRENT else 2 + int(least * ratio)
+        groups.append(KVGroup((len(groups),), window, blocks))
     stems = [[rng.randrange(3) for _ in range(rng.randrange(longest))] for _ in range(rng.randint(1, 3))]
     requests, arrivals, now = [], [], 0
     if turns:
@@ -75,14 +78,14 @@ def draw_case(rng: random.Random) -> Case:
         in_place=(0, 1, 4)[len(requests) % 3],
         drafts=rng.random() < 0.5,
         host_slots=draw_slots(rng, groups),
-        below=rng.random() < 0.4,
+        below=rng.random() < 0.4 and RECURRENT not in windows,
         move_seconds=rng.choice([0, 0, 0, 0.1, 1, 30]),
     )
 
 
 def draw_slots(rng: random.Random, groups: list[KVGroup]) -> list[int]:
     """Host slots per group: none at all, none in some, a few, or room for everything."""
-    if rng.random() < 0.2:
+    if rng.random() < 0.2 or any(group.recurrent for group in groups):  # host memory has no states
         return []
     return [
         rng.choice([0, 1, 3, group.num_blocks, group.num_blocks, 4 * group.num_blocks]) for group in groups

@@ -177,7 +177,7 @@ class Simulation:
         if room >= len(decoding) and not step.preempted_ids:
             served = {r.request_id for r in step.requests}
             assert decoding <= served, "a running stream stalls though there is room"
-        batch = build(step, len(self.case.groups), self.case.block_size)
+        batch = build(step, self.kv.num_kv_groups, self.case.block_size)
         fate = "fails" if self.rng.random() < self.case.failure_rate else "fine"
         if any(f == "fails" for _, _, f in self.flying):
             fate = "behind"
@@ -262,7 +262,7 @@ def simulate_lives(seed: int, lives: int = 2) -> list[Outcome]:
     outcomes = []
     for life in range(lives):
         rng = random.Random(seed)
-        case = draw_case(rng)
+        case = draw_case(rng, tiers=True)
         size = case.block_size
         case.host_slots = [
             rng.choice([2, case.max_model_len // size, group.num_blocks]) for group in case.groups

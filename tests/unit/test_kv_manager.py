@@ -5,6 +5,7 @@ from __future__ import annotations
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.kv.capacity import missing_blocks
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
 from hetero.kv.prefix_tree import common_length
@@ -180,9 +181,9 @@ def test_capacity_is_an_answer() -> None:
     assert World((6, 4)).kv.max_tokens() > 10**9
     world = World((None, 4))
     request = world.begin(list(range(20)))
-    assert world.kv.missing_blocks(request, 20, 4) == [5]
+    assert missing_blocks(world.kv, request, 20, 4) == [5]
     assert world.kv.allocate(request, 20) == 12
-    assert world.kv.missing_blocks(request, 20, 4) == [2] and world.kv.available_blocks() == [0]
+    assert missing_blocks(world.kv, request, 20, 4) == [2] and world.kv.available_blocks() == [0]
     request.num_computed_tokens = 12
     assert world.kv.allocate(request, 1) == 0
     world.kv.release(request, cache=False)
