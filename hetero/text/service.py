@@ -19,7 +19,7 @@ from hetero.text.template import ChatTemplate, TemplateError
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.choice import choose
 from hetero.text.tools.families import HARMONY, family_of, takes_tools
-from hetero.text.tools.prompt import in_plain_messages
+from hetero.text.tools.prompt import for_template, in_plain_messages
 
 T = TypeVar("T")
 TEXT_THREADS = 2
@@ -78,7 +78,7 @@ class TextService:
             )
         chosen, forced, several = choose(tools, tool_choice, parallel_tool_calls)
         variables = {**_thinking(template.source, thinking), **(template_kwargs or {})}
-        given, told = messages, list(chosen) or None
+        given, told = messages, for_template(chosen) or None
         if not takes_tools(template.source):
             given, told = in_plain_messages(messages, chosen), None
 
@@ -105,8 +105,8 @@ class TextService:
 
     def _shown(self, marks: Iterable[str]) -> dict[int, bytes]:
         """The control tokens among `marks`, with their text's bytes."""
-        ids = self._tokenizer.control_texts if marks else {}
-        return {ids[mark]: mark.encode() for mark in marks if mark in ids}
+        ids, pattern = self._tokenizer.control_texts, self._tokenizer.control_pattern
+        return {ids[text]: text.encode() for mark in marks for text in pattern.findall(mark)}
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         """Token ids of a text; `add_special` adds BOS where the model wants it."""

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import re
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 import jinja2
+from jinja2 import meta
 
 from hetero.text.meter import MAX_CHARS, Meter, Refused, use
 from hetero.text.sandbox import TemplateEnvironment
@@ -26,6 +28,17 @@ _NONCHARACTERS = [chr(code) for code in range(0xFDD0, 0xFDF0)]
 _FIELDS = frozenset(("role", "content", "tool_calls", "tool_call_id", "function", "name", "arguments"))
 
 _environment = TemplateEnvironment()
+
+
+@functools.lru_cache(maxsize=16)
+def variables_of(source: str) -> frozenset[str]:
+    """The variables that a template reads without having set them; none if it does not compile."""
+    try:
+        if len(source) > MAX_SOURCE_CHARS:
+            return frozenset()
+        return frozenset(meta.find_undeclared_variables(_environment.parse(source)))
+    except Exception:
+        return frozenset()
 
 
 class TemplateError(ValueError):

@@ -29,9 +29,11 @@ PARAMETERS = {
 }
 WEATHER = {"type": "function", "function": {"name": "get_weather", "parameters": PARAMETERS}}
 NOW = {"type": "function", "function": {"name": "now", "parameters": {}}}
-TEMPLATES = {family.name: " ".join(family.signs) for family in FAMILIES if family.name != "harmony"}
-TEMPLATES[GENERIC.name] = "no tools here"
-HARMONY = "<|channel|><|message|>"
+TEMPLATES = {
+    family.name: "{{ tools }}" + " ".join(family.signs) for family in FAMILIES if family.name != "harmony"
+}
+TEMPLATES[GENERIC.name] = "<tool_call>, but no tools"
+HARMONY = "{{ tools }}<|channel|><|message|>"
 THINKING = "<think></think>"
 TAIL = "<|im_start|>assistant\n"
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}

@@ -40,16 +40,19 @@ TOOLS = [
 ]
 PARIS, NOW = ("get_weather", {"city": "Paris"}), ("now", {})
 
-HERMES = "{% if tools %}<tool_call></tool_call>{% endif %}"
+HERMES = "{{ tools }}<tool_call></tool_call>"
 QWEN3 = HERMES + "<think></think>"
 CODER = HERMES + "<function="
 GLM = HERMES + "<arg_key><think></think>"
-LLAMA3 = 'ipython "parameters" tools'
-MISTRAL, MISTRAL_NAMED = "[TOOL_CALLS]", "[TOOL_CALLS][ARGS]"
-HARMONY = "<|start|><|channel|><|message|>"
-DEEPSEEK = "<｜tool▁call▁begin｜></think><think>"
-KIMI, COHERE = "<|tool_call_begin|>", "<|START_ACTION|><|END_THINKING|>"
-LISTED, GENERIC = "<|tool_call|>", "{{ messages }}"
+LLAMA3 = '{{ tools }} ipython "parameters"'
+MISTRAL, MISTRAL_NAMED = "{{ tools }}[TOOL_CALLS]", "{{ tools }}[TOOL_CALLS][ARGS]"
+HARMONY = "{{ tools }}<|start|><|channel|><|message|>"
+DEEPSEEK = "{{ tools }}<｜tool▁call▁begin｜></think><think>"
+KIMI, COHERE = "{{ tools }}<|tool_call_begin|>", "{{ tools }}<|START_ACTION|><|END_THINKING|>"
+LISTED, NEMOTRON = "{{ tools }}<|tool_call|>", "{{ tools }}<TOOLCALL>"
+GEMMA = "{{ tools }}<|tool_call><tool_call|><channel|>"
+SEED = "{{ tools }}<seed:tool_call></seed:think>"
+GENERIC = "{{ messages[0]['tools'] }}<tool_call>"
 
 ANSWERS = {
     "hermes": (
@@ -188,6 +191,39 @@ ANSWERS = {
         ("", "I look.", [PARIS, NOW]),
     ),
     "cohere, an answer": (COHERE, "<|START_RESPONSE|>Hi.<|END_RESPONSE|>", ("Hi.", "", [])),
+    "gemma": (
+        GEMMA,
+        '<|channel>thought\nHm.\n<channel|>Ok.<|tool_call>call:get_weather{city:<|"|>"Pa"<r\n<|"|>,days:-2.5e1,'
+        'units:null,options:{<|"|>a b<|"|>:[1,true,x y],"c":"}\\"<|"}}<tool_call|>'
+        "<|tool_call>call:now{}<tool_call|>",
+        (
+            "Ok.",
+            "Hm.",
+            [
+                (
+                    "get_weather",
+                    {
+                        "city": '"Pa"<r\n',
+                        "days": -25.0,
+                        "units": None,
+                        "options": {"a b": [1, True, "x y"], "c": '}"<|'},
+                    },
+                ),
+                NOW,
+            ],
+        ),
+    ),
+    "seed": (
+        SEED,
+        "<seed:think>Hm.</seed:think>\n<seed:tool_call>\n<function=get_weather>\n<parameter=city>Paris</parameter>\n"
+        "</function>\n</seed:tool_call>",
+        ("", "Hm.", [PARIS]),
+    ),
+    "nemotron": (
+        NEMOTRON,
+        '<TOOLCALL>[{"name": "now", "arguments": {}}]</TOOLCALL>',
+        ("", "", [NOW]),
+    ),
     "listed": (
         LISTED,
         '<|tool_call|>[{"name": "get_weather", "arguments": {"city": "Paris"}}]<|/tool_call|>',
@@ -352,6 +388,7 @@ def test_marks_are_shown_only_to_a_parser_that_looks_for_them():
 
 @given(st.lists(st.text("ab<>", min_size=1, max_size=4), max_size=3), st.text("ab<>", max_size=30), st.data())
 def test_a_mark_is_found_wherever_the_text_is_cut(marks, text, data):
+    marks = [mark for mark in marks if not any(other != mark and other in mark for other in marks)]
     cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=5)))
     finder, before, found, rest = MarkFinder(marks), "", None, ""
     for start, end in zip([0, *cuts], [*cuts, len(text)], strict=True):

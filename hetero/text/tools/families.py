@@ -7,6 +7,7 @@ import re
 from collections.abc import Callable, Collection
 from dataclasses import dataclass
 
+from hetero.text.tools.gemma import GemmaCall
 from hetero.text.tools.parser import Readers, ToolParser, new_call_id, short_call_id
 from hetero.text.tools.readers import JsonCalls, NamedCall, Reader
 from hetero.text.tools.tagged import QWEN, AnyTagged, Schemas, TaggedCall
@@ -134,6 +135,35 @@ FAMILIES = (
         end="\n]<|END_ACTION|>",
     ),
     Family(
+        "gemma",
+        ("<|tool_call>", "<tool_call|>"),
+        ("<|tool_call>",),
+        ("<tool_call|>",),
+        headers=('<|"|>',),
+        call="<|tool_call>call:{name}",
+        after="<tool_call|>",
+    ),
+    Family(
+        "seed",
+        ("<seed:tool_call>",),
+        ("<seed:tool_call>",),
+        ("</seed:tool_call>",),
+        call='<seed:tool_call>\n{"name": {NAME}, "arguments": ',
+        after="}\n</seed:tool_call>",
+        between="\n",
+    ),
+    Family(
+        "nemotron",
+        ("<TOOLCALL>",),
+        ("<TOOLCALL>",),
+        ("</TOOLCALL>",),
+        begin="<TOOLCALL>[",
+        call='{"name": {NAME}, "arguments": ',
+        after="}",
+        between=", ",
+        end="]</TOOLCALL>",
+    ),
+    Family(
         "qwen-coder",
         ("<tool_call>", "<function="),
         ("<tool_call>", "<function="),
@@ -175,15 +205,19 @@ FAMILIES = (
 )
 
 
-@functools.lru_cache(maxsize=64)
+@functools.lru_cache(maxsize=16)
 def family_of(template: str) -> Family:
-    """The family whose marks the template's source holds; GENERIC if it holds none."""
-    return next((family for family in FAMILIES if all(sign in template for sign in family.signs)), GENERIC)
+    """The family whose marks the template's source holds; GENERIC if it holds none, or tells no tools."""
+    known = (family for family in FAMILIES if all(sign in template for sign in family.signs))
+    family = next(known, GENERIC)
+    return family if family is HARMONY or takes_tools(template) else GENERIC
 
 
 def takes_tools(template: str) -> bool:
-    """Whether the template itself tells the model about `tools`."""
-    return re.search(r"\btools\b", template) is not None
+    """Whether the template itself looks at `tools`, the variable."""
+    from hetero.text.template import variables_of
+
+    return "tools" in variables_of(template)
 
 
 def tool_parser(family: Family, schemas: Schemas, parallel: bool) -> ToolParser:
@@ -202,7 +236,9 @@ def tool_parser(family: Family, schemas: Schemas, parallel: bool) -> ToolParser:
 def _reader_of(family: Family, opener: str, schemas: Schemas) -> Callable[[], Reader]:
     if opener == "<function=":
         return functools.partial(TaggedCall, QWEN, schemas)
-    if opener == "<tool_call>":
+    if opener == "<|tool_call>":
+        return GemmaCall
+    if opener in ("<tool_call>", "<seed:tool_call>"):
         return functools.partial(AnyTagged, schemas)
     if opener == "[TOOL_CALLS]":
         return MistralCalls

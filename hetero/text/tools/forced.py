@@ -15,6 +15,7 @@ from hetero.text.tools.harmony import START
 
 MAX_PARALLEL_CALLS = 16
 COMBINATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "not")
+_MARK = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,60}\])")
 MarkToken = Callable[[str], int | None]  # the id of a mark that is a token which no text can write
 
 
@@ -41,7 +42,7 @@ def around(
     `template` is the chat template's source and `prompt_tail` the prompt's end, as for the answer's parser.
     """
     family = family_of(template)
-    writer = _Writer(mark_token, family.marks.union(tags_of(template) or ()))
+    writer = _Writer(mark_token)
     alternatives = []
     if calls is not None:
         alternatives.append(_calls(family, calls, writer))
@@ -60,18 +61,14 @@ def around(
 class _Writer:
     """Lark for text with marks in it, and the rules that it needs."""
 
-    def __init__(self, mark_token: MarkToken, marks: frozenset[str]):
+    def __init__(self, mark_token: MarkToken):
         self.rules: list[str] = []
         self._token = mark_token
-        self._pattern = re.compile(f"({'|'.join(map(re.escape, sorted(marks, key=len, reverse=True)))})")
-
-    def is_token(self, mark: str) -> bool:
-        return self._token(mark) is not None
 
     def write(self, text: str) -> str:
         pieces, plain = [], ""
-        for part in self._pattern.split(text) if self._pattern.pattern != "()" else [text]:
-            token_id = self._token(part) if self._pattern.fullmatch(part) else None
+        for part in _MARK.split(text):
+            token_id = self._token(part) if _MARK.fullmatch(part) else None
             if token_id is None:
                 plain += part
                 continue
@@ -81,7 +78,7 @@ class _Writer:
 
     def text_until(self, mark: str) -> str:
         """Any text and then the mark."""
-        if self.is_token(mark):
+        if self._token(mark) is not None:
             self.rules.append("ANY_TEXT: /(?s:.*)/")
             return f"ANY_TEXT {self.write(mark)}"
         self.rules.append(f"any_text[lazy]: /(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}/")

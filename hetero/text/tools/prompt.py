@@ -20,6 +20,18 @@ To call one, answer with nothing but a JSON object of its name and arguments in 
 </tool_call>"""
 
 
+def for_template(tools: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The tools with what templates take for granted in their parameters: an object's `properties`."""
+    shown = []
+    for tool in tools:
+        function = dict(tool["function"])
+        parameters = function.get("parameters") or {}
+        if "properties" not in parameters and parameters.get("type", "object") == "object":
+            function["parameters"] = {"type": "object", "properties": {}, **parameters}
+        shown.append({**tool, "function": function})
+    return shown
+
+
 def in_plain_messages(
     messages: Sequence[Mapping[str, Any]], tools: Sequence[Mapping[str, Any]]
 ) -> list[dict[str, Any]]:

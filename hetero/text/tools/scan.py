@@ -12,6 +12,8 @@ _STRUCTURE = re.compile(r'["{}\[\],]|\s')
 class MarkFinder:
     """Finds the first of several marks; text before it comes out as soon as no mark can begin in it.
 
+    No mark may contain another.
+
     text   ...already returned | held | next characters
                                 ^ the longest end that is a beginning of a mark
     """
