@@ -74,9 +74,15 @@ def load(
         sources[name] = origin
     if values["kv_tokens"] and values["kv_memory"]:
         raise SettingError("--kv-tokens and --kv-memory size the same cache: set one of them")
+    has_keys = values["api_key"] or values["api_key_file"]
     for name in ("cache_scope", "spec_scope"):
-        if values[name] == "key" and not (values["api_key"] or values["api_key_file"]):
+        if values[name] == "key" and not has_keys:
             raise SettingError(f"{flag_name(name)} key: there are no API keys; --api-key sets one")
+    if values["key_requests"] and not has_keys:
+        raise SettingError("--key-requests: there are no API keys; --api-key sets one")
+    if bool(values["tls_cert"]) != bool(values["tls_key"]):
+        there, lacking = ("cert", "key") if values["tls_cert"] else ("key", "cert")
+        raise SettingError(f"--tls-{there} needs --tls-{lacking}")
     if values["spec_device"] and not parse_spec(values["spec"]).draft:
         raise SettingError("--spec-device: there is no draft model for it; --spec draft:MODEL names one")
     return Loaded(Settings(**values), sources)

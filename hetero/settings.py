@@ -199,6 +199,14 @@ class Settings:
         "Origin of a web page that may call the server from a browser, such as http://localhost:3000.",
         kind="list",
     )
+    key_requests: int = setting(
+        0, "Requests of one API key that are answered at the same time; more get a 429. 0: any number.",
+        kind="int", high=1 << 20,
+    )  # fmt: skip
+    tls_cert: str | None = setting(
+        None, "File with a certificate chain (PEM), to serve over https. Needs tls_key.", kind="path"
+    )
+    tls_key: str | None = setting(None, "File with the certificate's private key (PEM).", kind="path")
     max_body: int = setting(32 << 20, "Largest request body, such as 32MiB.", kind="size", low=1024)
     chat_template: str | None = setting(
         None, "File with a Jinja chat template to use in place of the model's own.", kind="path"

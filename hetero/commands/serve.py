@@ -9,6 +9,7 @@ import ipaddress
 import logging
 import os
 import socket
+import ssl
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -38,13 +39,16 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C. Exit code 1, and one line, when that cannot begin."""
     from hetero.launch import load
     from hetero.prepare import LaunchError, prepare, require_fit
+    from hetero.server.request_id import AddRequestId
 
     started = time.monotonic()
     logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    for handler in logging.getLogger().handlers:
+        handler.addFilter(AddRequestId())
     if settings.log_level != "debug":  # a line for each request helps nobody
         logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
-        keys = api_keys(settings)
+        keys, tls = api_keys(settings), tls_context(settings)
         with contextlib.ExitStack() as held:  # the port, so that nobody takes it while the model loads
             for sock in bind(settings.host, settings.port):
                 held.enter_context(sock)
@@ -56,7 +60,7 @@ def serve(settings: Settings) -> int:
         def show(host: str, port: int) -> None:
             show_start(_start_screen(settings, prepared, engine, placements, keys, started))
 
-        asyncio.run(_serve(engine, settings, keys, show))
+        asyncio.run(_serve(engine, settings, keys, tls, show))
     except (PortError, LaunchError) as exc:
         return fail(exc)
     except KeyboardInterrupt:  # while loading; later the server drains
@@ -65,7 +69,11 @@ def serve(settings: Settings) -> int:
 
 
 async def _serve(
-    engine: AsyncEngine, settings: Settings, keys: tuple[str, ...], show: Callable[[str, int], None]
+    engine: AsyncEngine,
+    settings: Settings,
+    keys: tuple[str, ...],
+    tls: ssl.SSLContext | None,
+    show: Callable[[str, int], None],
 ) -> None:
     from hetero.server import app
     from hetero.server.settings import ServerSettings
@@ -74,6 +82,8 @@ async def _serve(
         host=settings.host,
         port=settings.port,
         api_keys=keys,
+        key_requests=settings.key_requests,
+        tls=tls,
         allowed_hosts=settings.allowed_host,
         allowed_origins=settings.allowed_origin,
         max_body_bytes=settings.max_body,
@@ -108,7 +118,7 @@ def _start_screen(
         max_num_seqs=settings.max_num_seqs,
         threads=prepared.choice.threads,
         placements=placements,
-        url=base_url(settings.host, settings.port),
+        url=base_url(settings.host, settings.port, settings.tls_cert is not None),
         start_seconds=time.monotonic() - started,
         needs_key=bool(keys),
         open_to_network=not is_loopback(settings.host),
@@ -116,11 +126,12 @@ def _start_screen(
     )
 
 
-def base_url(host: str, port: int) -> str:
+def base_url(host: str, port: int, tls: bool = False) -> str:
     """Where a client on this machine finds the server."""
+    scheme = "https" if tls else "http"
     if host in ("0.0.0.0", "::", ""):
         host = "127.0.0.1"
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 
 
 def is_loopback(host: str) -> bool:
@@ -145,6 +156,30 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     if not keys:  # an empty file must not mean "no key is needed"
         raise LaunchError(f"--api-key-file {settings.api_key_file}: there is no key in it")
     return (*settings.api_key, *keys)
+
+
+def tls_context(settings: Settings) -> ssl.SSLContext | None:
+    """What --tls-cert and --tls-key say; None without them. LaunchError when they cannot be used."""
+    from hetero.prepare import LaunchError
+
+    if settings.tls_cert is None or settings.tls_key is None:
+        return None
+    for name, path in (("--tls-cert", settings.tls_cert), ("--tls-key", settings.tls_key)):
+        try:
+            Path(path).read_bytes()
+        except OSError as exc:
+            raise LaunchError(f"{name} {path}: {exc.strerror or exc}") from None
+    context = ssl.create_default_context(ssl.Purpose.CLIENT_AUTH)
+    try:
+        # A password that would be asked for on the terminal is refused instead.
+        context.load_cert_chain(settings.tls_cert, settings.tls_key, password="")
+    except (ssl.SSLError, ValueError) as exc:
+        reason = getattr(exc, "reason", None) or exc
+        raise LaunchError(
+            f"--tls-cert {settings.tls_cert}, --tls-key {settings.tls_key}: no certificate and key that "
+            f"belong together ({reason})"
+        ) from None
+    return context
 
 
 def bind(host: str, port: int, host_flag: str = "--host", port_flag: str = "--port") -> list[socket.socket]:

@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hetero.server import chat, completions, models
+from hetero.server import chat, completions, models, request_id
 from hetero.server.anthropic import route as anthropic
 from hetero.server.context import Compute, Context, Handler, Prepare
 from hetero.server.dialects import error_response
@@ -75,13 +75,14 @@ ACTIVE = web.AppKey("active", Active)
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application:
     """The application over a started engine. `serve` runs it."""
-    gate, metrics, active = Gate(settings), Metrics(engine), Active()
+    gate, metrics, active = Gate(settings), Metrics(engine), Active(settings.key_requests)
     context = Context(engine, settings, active)
     app = web.Application(middlewares=[_wrapper(gate, metrics)], client_max_size=settings.max_body_bytes)
     app[ACTIVE] = active
 
-    async def add_cors(request: web.Request, response: web.StreamResponse) -> None:
+    async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(gate.cors_headers(request))
+        response.headers[request_id.HEADER] = request_id.CURRENT.get()
 
     async def health(request: web.Request) -> web.Response:
         ok, reason = (False, "the server is stopping") if active.draining else engine.health()
@@ -92,7 +93,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
     async def one_model(request: web.Request) -> web.StreamResponse:
         return await models.one_model(request, context)
 
-    app.on_response_prepare.append(add_cors)
+    app.on_response_prepare.append(add_headers)
     app.router.add_get("/health", health)
     app.router.add_get("/v1/health", health)
     app.router.add_get("/metrics", metrics.handle)
@@ -114,6 +115,7 @@ def _wrapper(gate: Gate, metrics: Metrics) -> Any:
     @web.middleware
     async def wrap(request: web.Request, handler: Handler) -> web.StreamResponse:
         response: web.StreamResponse
+        request_id.begin(request)
         try:
             gate.check_host(request)
             gate.check_origin(request)
@@ -146,7 +148,7 @@ async def serve(
     runner = Runner(app)
     await runner.setup()
     try:
-        await web.TCPSite(runner, settings.host, settings.port).start()
+        await web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls).start()
         hurry = asyncio.Event()
         if stop is None:
             stop = asyncio.Event()

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections import deque
+from collections import Counter, deque
 from collections.abc import AsyncIterator, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from hetero.request import FinishReason, OutputDelta, Timings
+from hetero.request import CLIENT, FinishReason, OutputDelta, Timings
 from hetero.server.collect import Collected, Piece
 from hetero.server.errors import ApiError, as_api_error
 from hetero.text.parts import PartsParser, ReasoningPart, TextPart
@@ -43,10 +43,15 @@ class Usage:
 
 
 class Active:
-    """The requests being answered and their streams, so that a drain can wait for them, then end them."""
+    """The requests being answered and their streams, so that a drain can wait for them, then end them.
 
-    def __init__(self) -> None:
+    A client may have `client_limit` at a time, 0: any number.
+    """
+
+    def __init__(self, client_limit: int = 0) -> None:
         self.draining = False
+        self._client_limit = client_limit
+        self._by_client: Counter[str] = Counter()
         self._requests = 0
         self._streams: set[RequestStream] = set()
         self._idle = asyncio.Event()
@@ -54,12 +59,25 @@ class Active:
 
     @contextlib.contextmanager
     def request(self) -> Iterator[None]:
+        """While one is answered. ApiError 429 where its client has as many as it may."""
+        client = CLIENT.get()
+        if self._client_limit and self._by_client[client] >= self._client_limit:
+            raise ApiError(
+                429,
+                f"this API key has {self._client_limit} requests running, as many as it may",
+                code="rate_limit_exceeded",
+                headers={"Retry-After": "1"},
+            )
         self._requests += 1
+        self._by_client[client] += 1
         self._idle.clear()
         try:
             yield
         finally:
             self._requests -= 1
+            self._by_client[client] -= 1
+            if not self._by_client[client]:
+                del self._by_client[client]
             if not self._requests:
                 self._idle.set()
 
@@ -78,6 +96,8 @@ class Active:
 
     def check_invariants(self) -> None:
         assert self._idle.is_set() == (self._requests == 0)
+        assert sum(self._by_client.values()) == self._requests
+        assert not self._client_limit or all(0 < n <= self._client_limit for n in self._by_client.values())
         assert self._requests or not self._streams
 
 

@@ -131,7 +131,11 @@ class Gate:
         origin = request.headers.get(hdrs.ORIGIN)
         if origin is None or not self.allows_origin(request):
             return {}
-        return {hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin, hdrs.VARY: hdrs.ORIGIN}
+        return {
+            hdrs.ACCESS_CONTROL_ALLOW_ORIGIN: origin,
+            hdrs.ACCESS_CONTROL_EXPOSE_HEADERS: "x-request-id, Retry-After",
+            hdrs.VARY: hdrs.ORIGIN,
+        }
 
     def preflight(self, request: web.BaseRequest) -> web.Response:
         """The answer to a CORS preflight of an allowed origin: it may send whatever headers it asks for."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ssl
 from dataclasses import dataclass
 
 
@@ -11,6 +12,8 @@ class ServerSettings:
 
     host, port          where to listen; port 0 takes a free one
     api_keys            accepted keys; empty = no key is asked for
+    key_requests        most requests of one key at a time; 0 = any number
+    tls                 what to encrypt with; None = plain HTTP
     allowed_hosts       further names in the Host header, "*" = any; see hetero.server.security
     allowed_origins     further browser origins ("https://chat.example"), "*" = any
     max_body_bytes      largest request body, after decompression
@@ -24,6 +27,8 @@ class ServerSettings:
     host: str = "127.0.0.1"
     port: int = 8080
     api_keys: tuple[str, ...] = ()
+    key_requests: int = 0
+    tls: ssl.SSLContext | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20

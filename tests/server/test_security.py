@@ -1,15 +1,25 @@
-"""Host, Origin and API key."""
+"""Host, Origin, API keys and what they may; ids of requests; TLS."""
 
 from __future__ import annotations
 
+import asyncio
+import re
+import ssl
+from pathlib import Path
 from typing import Any
 
 import pytest
+import trustme
 
+from hetero.commands.serve import base_url, tls_context
+from hetero.config import SettingError, load
+from hetero.prepare import LaunchError
 from hetero.request import CLIENT
+from hetero.server.request_id import AddRequestId
 from hetero.server.security import host_name
+from hetero.settings import Settings
 
-from .client import running
+from .client import Reply, running
 from .fake_engine import FakeEngine, FakeStream
 
 
@@ -177,3 +187,86 @@ async def test_without_keys_any_is_accepted() -> None:
     async with running(FakeEngine()) as client:
         for headers in ({}, {"Authorization": "Bearer"}, {"Authorization": "Bearer x"}, {"x-api-key": ""}):
             assert (await client.get("/v1/models", headers=headers)).status == 200
+
+
+async def test_a_key_may_have_so_many_requests_at_a_time() -> None:
+    engine = FakeEngine()
+    engine.token_seconds = 0.02
+    async with running(engine, api_keys=("one", "two"), key_requests=2) as client:
+
+        async def ask(key: str, stream: bool = False) -> Reply:
+            body = {"prompt": "x", "max_tokens": 20, "stream": stream}
+            return await client.request("POST", "/v1/completions", json=body, headers={"x-api-key": key})
+
+        running_now = [asyncio.create_task(ask("one", stream)) for stream in (False, True)]
+        while len(engine.running) < 2:
+            await asyncio.sleep(0.01)
+        refused = await ask("one")
+        assert refused.status == 429 and refused.headers["Retry-After"] == "1"
+        assert refused.error["type"] == "rate_limit_error" and refused.error["code"] == "rate_limit_exceeded"
+        assert (await ask("two")).status == 200
+        assert [reply.status for reply in await asyncio.gather(*running_now)] == [200, 200]
+        assert (await ask("one")).status == 200
+
+
+async def test_request_ids() -> None:
+    async with running(FakeEngine()) as client:
+        given = await client.get("/health", headers={"x-request-id": "abc-1.2"})
+        assert given.headers["x-request-id"] == "abc-1.2"
+        ids = {(await client.get("/v1/models")).headers["x-request-id"] for _ in range(3)}
+        ids.add((await client.get("/nothing/here")).headers["x-request-id"])
+        ids.add((await client.complete(stream=True)).headers["x-request-id"])
+        assert len(ids) == 5 and all(re.fullmatch(r"req-[0-9a-f]{16}", each) for each in ids)
+        for unsafe in ("a b", "x" * 200, "é", ""):
+            answer = await client.get("/health", headers={"x-request-id": unsafe})
+            assert answer.headers["x-request-id"].startswith("req-")
+
+
+async def test_log_lines_say_which_request_they_are_about(caplog: pytest.LogCaptureFixture) -> None:
+    class Broken(FakeEngine):
+        def submit(self, *args: Any, **kwargs: Any) -> FakeStream:
+            raise KeyError("inside")
+
+    caplog.handler.addFilter(AddRequestId())
+    async with running(Broken()) as client:
+        body = {"prompt": "a secret"}
+        reply = await client.request("POST", "/v1/completions", json=body, headers={"x-request-id": "r-7"})
+        assert reply.status == 500 and "inside" not in reply.text
+    assert "[r-7] a request failed" in caplog.text and "a secret" not in caplog.text
+
+
+async def test_tls(tmp_path: Path) -> None:
+    authority = trustme.CA()
+    authority.issue_cert("127.0.0.1").private_key_and_cert_chain_pem.write_to_path(str(tmp_path / "both.pem"))
+    files = {"tls_cert": str(tmp_path / "both.pem"), "tls_key": str(tmp_path / "both.pem")}
+    context = tls_context(Settings(**files))
+    trusting = ssl.create_default_context()
+    authority.configure_trust(trusting)
+    async with running(FakeEngine(), tls=context) as client:
+        url = f"https://{client.host}:{client.port}/v1/completions"
+        body = {"prompt": "x", "stream": True}
+        async with client.session.post(url, json=body, ssl=trusting) as answer:
+            assert answer.status == 200 and b"[DONE]" in await answer.read()
+        assert b"HTTP/1.1 200" not in await client.raw(b"GET /health HTTP/1.1\r\nHost: x\r\n\r\n")
+    assert base_url("0.0.0.0", 8443, tls=True) == "https://127.0.0.1:8443"
+
+
+def test_certificates_that_cannot_be_used_are_one_line(tmp_path: Path) -> None:
+    other, encrypted = tmp_path / "other.pem", tmp_path / "encrypted.pem"
+    other.write_text("no certificate")
+    encrypted.write_text(
+        "-----BEGIN ENCRYPTED PRIVATE KEY-----\nMIIBvTBXBgkqhkiG9w0BBQ0wSjApBgkqhkiG9w0BBQwwHAQI\n"
+        "-----END ENCRYPTED PRIVATE KEY-----\n"
+    )
+    for cert, key, said in (
+        (tmp_path / "absent.pem", other, "--tls-cert"),
+        (other, tmp_path / "absent.pem", "--tls-key"),
+        (other, other, "no certificate and key"),
+        (other, encrypted, "no certificate and key"),
+    ):
+        with pytest.raises(LaunchError, match=said):
+            tls_context(Settings(tls_cert=str(cert), tls_key=str(key)))
+    with pytest.raises(SettingError, match="--tls-cert needs --tls-key"):
+        load({"tls_cert": "x"}, {})
+    with pytest.raises(SettingError, match="--key-requests: there are no API keys"):
+        load({"key_requests": "2"}, {})
