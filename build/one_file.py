@@ -18,7 +18,7 @@ import ggml
 from quant.one_file import Footer
 
 HERE = Path(__file__).parent
-LEVEL = 6
+LEVEL = 19  # a tenth smaller than 6, and as fast to unpack
 PIECE = 1 << 20
 
 

@@ -12,23 +12,33 @@ import os
 import shutil
 import subprocess
 import sys
+import time
 from pathlib import Path
+
+import ggml
 
 TIMEOUT = 3600
 
 
 def fill(program: Path, work: Path) -> None:
-    """`program` is PyInstaller's folder; `work` a folder that may be made and is left behind."""
+    """`program` is PyInstaller's folder; `work` a folder that may be made and is left behind.
+
+    What is compiled is kept in the user's cache folder: a second build of the same sources takes it
+    from there.
+    """
     from backends.cpu.features import available_levels
     from backends.cpu.jit import TARGETS
 
-    models = _models(work)
+    models, started = _models(work), time.time() - 1
+    jit = ggml.cache_folder() / "warm" / "jit"
     for level in available_levels():
         if level in TARGETS:
             print(f"compiling kernels for {level}", file=sys.stderr)
             for command in _commands(models):
-                _run(program / "hetero", command, level, work)
-    shutil.copytree(work / "cache" / "jit", program / "_internal" / "jit")
+                _run(program / "hetero", command, level, jit.parent)
+    for folder in jit.iterdir():
+        if folder.stat().st_mtime >= started:  # each run marks what it uses
+            shutil.copytree(folder, program / "_internal" / "jit" / folder.name)
 
 
 def _commands(models: list[Path]) -> list[list[str]]:
@@ -41,8 +51,8 @@ def _commands(models: list[Path]) -> list[list[str]]:
     return [["doctor", "--kernels"], *runs]
 
 
-def _run(program: Path, arguments: list[str], level: str, work: Path) -> None:
-    environment = {**os.environ, "HETERO_CACHE_DIR": str(work / "cache"), "HETERO_CPU_LEVEL": level}
+def _run(program: Path, arguments: list[str], level: str, cache: Path) -> None:
+    environment = {**os.environ, "HETERO_CACHE_DIR": str(cache), "HETERO_CPU_LEVEL": level}
     environment.pop("PYTHONPATH", None)
     done = subprocess.run(
         [str(program), *arguments],

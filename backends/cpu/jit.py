@@ -37,7 +37,7 @@ SOURCES_DIGEST = "sources.sha256"  # beside this module in an executable
 UNUSED_SECONDS = 30 * 24 * 3600
 # LLVM's names for the least CPU of a level, and what it has beyond that
 TARGETS = {
-    "avx512_vnni": ("x86-64-v4", "+avx512vnni"),
+    "avx512_vnni": ("x86-64-v4", "+avx512vnni,-prefer-256-bit"),
     "avx_vnni": ("x86-64-v3", "+avxvnni"),
     "avx2": ("x86-64-v3", ""),
 }
