@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 
@@ -43,6 +43,14 @@ class DeviceSpec:
     worker: str = ""  # HOST:PORT of the `hetero worker` that has the device
 
 
+class KVHeads(NamedTuple):
+    """Key and value heads of a layer; `dim_k` is that of query heads, too."""
+
+    n: int
+    dim_k: int
+    dim_v: int
+
+
 class ModelSizes(Protocol):
     """What the other end of a stage has to know of its model."""
 
@@ -52,12 +60,7 @@ class ModelSizes(Protocol):
     def n_embd(self) -> int: ...
     @property
     def n_vocab(self) -> int: ...
-    @property
-    def n_head_kv(self) -> int: ...
-    @property
-    def head_dim_k(self) -> int: ...
-    @property
-    def head_dim_v(self) -> int: ...
+    def heads_of(self, layer: int) -> KVHeads: ...
 
 
 class StageLost(RuntimeError):

@@ -36,10 +36,13 @@ def anonymous(offset: int, nbytes: int) -> np.ndarray:
 
 def slot_sizes(config: ModelSizes, spec: StageSpec) -> tuple[int, ...]:
     """Bytes of a slot of each KV group at this stage; 0 of a group that has no layer here."""
-    token = row_bytes(spec.key_type, config.head_dim_k) + row_bytes(spec.value_type, config.head_dim_v)
-    layers = [spec.group_of.get(layer) for layer in range(spec.first, spec.last)]
-    block = BLOCK_SIZE * config.n_head_kv * token
-    return tuple(block * layers.count(group) for group in range(len(spec.num_blocks)))
+    sizes = [0] * len(spec.num_blocks)
+    for layer in range(spec.first, spec.last):
+        heads, group = config.heads_of(layer), spec.group_of.get(layer)
+        if group is not None:
+            token = row_bytes(spec.key_type, heads.dim_k) + row_bytes(spec.value_type, heads.dim_v)
+            sizes[group] += BLOCK_SIZE * heads.n * token
+    return tuple(sizes)
 
 
 class HostMemory:

@@ -6,7 +6,7 @@ few or too many.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,6 +26,7 @@ LAYERS = {
     "qwen3": f"{_ATTENTION} attn_q_norm attn_k_norm {_FFN}",
     "gemma2": f"{_ATTENTION} {_FFN} {_POST}",
     "gemma3": f"{_ATTENTION} attn_q_norm attn_k_norm {_FFN} {_POST}",
+    "gemma4": f"{_ATTENTION} attn_q_norm attn_k_norm {_FFN} {_POST} layer_output_scale",
     "phi3": "attn_norm attn_qkv attn_output ffn_norm ffn_up2 ffn_down",
     "granite": f"{_ATTENTION} {_FFN}",
     "glm4": f"{_BIASED} ffn_norm ffn_up2 ffn_down {_POST}",
@@ -51,34 +52,17 @@ REQUIRED: dict[str, dict[str, Any]] = {
     },
     "phi3": {"rope.dimension_count": 16},
     "glm4": {"rope.dimension_count": 8},
+    "gemma4": {"attention.sliding_window": 16, "embedding_length_per_layer_input": 0},
     "cohere2": {"attention.sliding_window": 16, "logit_scale": 0.3},
 }
 LAYER_NORM = ("starcoder2", "cohere2")
 UNTIED = ("olmo2",)
 
 
-def tiny_family(
-    path: Path,
-    arch: str,
-    metadata: Mapping[str, Any] | None = None,
-    *,
-    layers: str = "",
-    extra: dict[str, tuple[int, ...]] | None = None,
-    seed: int = 0,
-    n_layers: int = 2,
-    n_embd: int = 64,
-    n_heads: int = 4,
-    n_kv_heads: int = 2,
-    n_ff: int = 96,
-    weight_type: str = "F32",
-) -> Path:
-    """Write a random model and return `path`. `metadata`: keys without the family's name, added or changed.
-    `layers`: in place of the family's line; `extra`: shapes of tensors beside the blocks, row length last.
-    """
-    rng = np.random.default_rng(seed)
-    dim = n_embd // n_heads
-    q, kv = n_embd, n_kv_heads * dim
-    shapes = {
+def _shapes(n_embd: int, n_heads: int, dim: int, n_kv_heads: int, n_ff: int) -> dict[str, tuple[int, ...]]:
+    """Of a block's tensors that are not as wide as the block."""
+    q, kv = n_heads * dim, n_kv_heads * dim
+    return {
         "attn_q": (q, n_embd),
         "attn_k": (kv, n_embd),
         "attn_v": (kv, n_embd),
@@ -92,7 +76,31 @@ def tiny_family(
         "ffn_up": (n_ff, n_embd),
         "ffn_up2": (2 * n_ff, n_embd),
         "ffn_down": (n_embd, n_ff),
+        "layer_output_scale": (1,),
     }
+
+
+def tiny_family(
+    path: Path,
+    arch: str,
+    metadata: Mapping[str, Any] | None = None,
+    *,
+    layers: str | Sequence[str] = "",
+    heads: Sequence[tuple[int, int]] = (),
+    extra: dict[str, tuple[int, ...]] | None = None,
+    seed: int = 0,
+    n_layers: int = 2,
+    n_embd: int = 64,
+    n_heads: int = 4,
+    n_kv_heads: int = 2,
+    n_ff: int = 96,
+    weight_type: str = "F32",
+) -> Path:
+    """Write a random model and return `path`. `metadata`: keys without the family's name, added or changed.
+    `layers`: in place of the family's line, or one for each layer; `heads`: width of the heads and number of
+    KV heads of each layer, where they differ; `extra`: shapes of tensors beside the blocks, row length last.
+    """
+    rng = np.random.default_rng(seed)
     values = {
         "context_length": 512,
         "embedding_length": n_embd,
@@ -126,7 +134,10 @@ def tiny_family(
             vector(shape[0], middle) if is_vector else random_tensor(rng, shape, "F32", shape[-1] ** -0.5)
         )
     for layer in range(n_layers):
-        for item in (layers or LAYERS[arch]).split():
+        dim, kv_heads = heads[layer] if heads else (n_embd // n_heads, n_kv_heads)
+        shapes = _shapes(n_embd, n_heads, dim, kv_heads, n_ff)
+        line = layers if isinstance(layers, str) else layers[layer]
+        for item in (line or LAYERS[arch]).split():
             shape = shapes.get(item.rstrip("+"), (n_embd,))
             name = f"blk.{layer}.{item.rstrip('+2').removesuffix(':row')}"
             tensors[f"{name}.weight"] = (

@@ -106,16 +106,16 @@ class CpuGraphBuilder(GraphBuilder):
         return expert_graph.build(self, layer, x, w, residual)
 
     def attention(self, layer: int, projections: Sequence[int]) -> int:
-        c = self.config
+        c, heads = self.config, self.config.heads_of(layer)
         ready = self.custom(
-            c.n_head * c.head_dim_k,
+            c.n_head * heads.dim_k,
             self.rows_of(projections[0]),
             projections,
             store.rope_store_operator.address,
             self.kv.store_parameters(layer, fused=len(projections) == 1),
         )
         return self.custom(
-            c.n_head * c.head_dim_v,
+            c.n_head * heads.dim_v,
             self.rows_of(ready),
             (ready,),
             attend.attention_operator.address,

@@ -38,14 +38,15 @@ class CpuKV:
         num_blocks: Sequence[int],
         kv_types: tuple[str, str],
     ):
-        if config.head_dim_k % 16 or config.head_dim_v % 16:
-            raise ModelError(
-                f"head dimensions {config.head_dim_k} and {config.head_dim_v} must be multiples of 16"
-            )
         self.config, self.layers, self.group_of = config, list(layers), group_of
-        share = config.n_head // config.n_head_kv
+        kinds = {config.heads_of(layer) for layer in layers} or {config.heads_of(0)}
+        for heads in kinds:
+            if heads.dim_k % 16 or heads.dim_v % 16:
+                raise ModelError(f"head dimensions {heads.dim_k} and {heads.dim_v} must be multiples of 16")
+        share = config.n_head // min(heads.n for heads in kinds)
         if share > QUERY_ROWS:
             raise ModelError(f"more than {QUERY_ROWS} query heads share a KV head ({share})")
+        widest = max(max(heads.dim_k, heads.dim_v) for heads in kinds)
         self._ropes = [r for r in dict.fromkeys(config.rope_of(layer) for layer in layers) if r is not None]
         factors = [_factors(weights, rope.factors) for rope in self._ropes]
         self.header = StepHeader(
@@ -55,30 +56,29 @@ class CpuKV:
             config.n_layer,
             max(1, QUERY_ROWS // share),
             device.threads,
-            max(attend.SCRATCH_BYTES, 4 * config.head_dim_k),
+            max(attend.SCRATCH_BYTES, 4 * widest),
             config.query_growth,
         )
         self._kinds = [kv_codes.FORMATS[t] for t in kv_types]
         try:
-            parts = map(kv_codes.part_bytes, kv_types, (config.head_dim_k, config.head_dim_v))
-            self._key_bytes, self._value_bytes = (config.n_head_kv * part for part in parts)  # of a block
+            parts = {h: [*map(kv_codes.part_bytes, kv_types, h[1:])] for h in kinds}
         except ValueError as error:
             raise ModelError(str(error)) from None
+        # of a head in a block: of keys and of values
+        self._part_bytes = {layer: parts[config.heads_of(layer)] for layer in self.layers}
         blocks = [num_blocks[group_of[layer]] for layer in self.layers]
+        sizes = [self._block_bytes(layer, which) for which in (0, 1) for layer in self.layers]
         self._pools = DeviceTensors(
-            device,
-            [(TYPE_F16, self._key_bytes // 2, n) for n in blocks]
-            + [(TYPE_F16, self._value_bytes // 2, n) for n in blocks],
+            device, [(TYPE_F16, size // 2, n) for size, n in zip(sizes, blocks * 2, strict=True)]
         )
         half = len(self.layers)
         addresses = [ggml().get_data(h) for h in self._pools.handles]
-        for address, size in zip(
-            addresses, [self._key_bytes] * half + [self._value_bytes] * half, strict=True
-        ):
+        for address, size in zip(addresses, sizes, strict=True):
             C.memset(address, 0, size)  # the scratch block stands in for blocks that left a window
         self._keys = dict(zip(self.layers, addresses[:half], strict=True))
         self._values = dict(zip(self.layers, addresses[half:], strict=True))
         self._weights = weights
+        self._ones = np.ones(widest, np.float32)  # where a norm has no weight
         self.matmul_scratch = aligned_empty(device.threads * SCRATCH_BYTES)
         self.expert_scratch = aligned_empty(device.threads * _expert_scratch_bytes(config))
         self._parameters: dict[tuple[str, int], np.ndarray] = {}
@@ -93,20 +93,23 @@ class CpuKV:
             for layer in self.layers:
                 if self.group_of[layer] != copy.group:
                     continue
-                for base, size in (
-                    (self._keys[layer], self._key_bytes),
-                    (self._values[layer], self._value_bytes),
-                ):
+                for base, size in self._of_layer(layer):
                     C.memmove(base + copy.dst * size, base + copy.src * size, size)
 
     def parts(self, group: int) -> list[tuple[int, int]]:
         """(address, bytes of a block) of the group's pools: keys and values by layer. See moves.Pools."""
         return [
-            part
-            for layer in self.layers
-            if self.group_of[layer] == group
-            for part in ((self._keys[layer], self._key_bytes), (self._values[layer], self._value_bytes))
+            part for layer in self.layers if self.group_of[layer] == group for part in self._of_layer(layer)
         ]
+
+    def _block_bytes(self, layer: int, which: int) -> int:
+        """Of a block's keys (0) or values (1)."""
+        return self.config.heads_of(layer).n * self._part_bytes[layer][which]
+
+    def _of_layer(self, layer: int) -> tuple[tuple[int, int], tuple[int, int]]:
+        """(address, bytes of a block) of keys and of values."""
+        keys, values = (self._block_bytes(layer, which) for which in (0, 1))
+        return (self._keys[layer], keys), (self._values[layer], values)
 
     def store_parameters(self, layer: int, fused: bool) -> np.ndarray:
         """int64 words for the rope_store operator of a layer; the array lives as long as the pools.
@@ -123,6 +126,8 @@ class CpuKV:
         if has_head_norms(c, layer):
             p[store.P_QUERY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_q_norm.weight"))
             p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
+        if c.family.value_norm:
+            p[store.P_VALUE_NORM] = self._ones.ctypes.data
         p[store.P_FUSED] = int(fused)
         for word, which in ((store.P_STORE_KEY, kv_store.KEYS), (store.P_STORE_VALUE, kv_store.VALUES)):
             p[word] = kv_store.compiled_store(self._kinds[which], which).address
@@ -142,13 +147,12 @@ class CpuKV:
         return self._parameters.setdefault(("attend", layer), p)
 
     def _common(self, p: np.ndarray, layer: int, names) -> None:
-        c = self.config
+        heads = self.config.heads_of(layer)
         p[names.P_HEADER], p[names.P_GROUP] = self.header.address, self.group_of[layer]
-        p[names.P_HEADS], p[names.P_KV_HEADS] = c.n_head, c.n_head_kv
-        p[names.P_DIM_K], p[names.P_DIM_V] = c.head_dim_k, c.head_dim_v
+        p[names.P_HEADS], p[names.P_KV_HEADS] = self.config.n_head, heads.n
+        p[names.P_DIM_K], p[names.P_DIM_V] = heads.dim_k, heads.dim_v
         p[names.P_KEY_POOL], p[names.P_VALUE_POOL] = self._keys[layer], self._values[layer]
-        p[names.P_KEY_BYTES] = self._key_bytes // c.n_head_kv
-        p[names.P_VALUE_BYTES] = self._value_bytes // c.n_head_kv
+        p[names.P_KEY_BYTES], p[names.P_VALUE_BYTES] = self._part_bytes[layer]
 
     def close(self) -> None:
         self._pools.close()

@@ -1,7 +1,8 @@
 """What happens between the q/k/v projections and attention, in one pass over each token.
 
 Per head of the query: RMS norm (families with norms of heads), RoPE, scale. Per head of the key: RMS norm,
-RoPE, then into the key pool; the value goes into the value pool as it is (layouts in kv_codes.py).
+RoPE, then into the key pool; the value goes into the value pool as it is, or normed too in families with
+norms of values (layouts in kv_codes.py).
 All tokens of a step are stored before the attention operator starts, because that operator's input
 is this one's output.
 """
@@ -40,8 +41,9 @@ from backends.ggml.lib import WORD_DATA, WORD_SRC
     P_VALUE_BYTES,
     P_STORE_KEY,
     P_STORE_VALUE,
-) = range(20)
-NUM_PARAMS = 20
+    P_VALUE_NORM,
+) = range(21)
+NUM_PARAMS = 21
 _F64 = ir.DoubleType()
 
 
@@ -130,7 +132,7 @@ def store_token(params, header, token, query, key, value, out, scratch):
     eps, scale = params + 8 * P_EPS, params + 8 * P_SCALE
     table = load_i64((header + 8 * load_i64((params + 8 * P_ROPE_WORD,)),)) + 4 * token * rotated
     query_norm, key_norm = load_i64((params + 8 * P_QUERY_NORM,)), load_i64((params + 8 * P_KEY_NORM,))
-    growth = load_i64((header + 8 * S.GROWTH,))
+    growth, value_norm = load_i64((header + 8 * S.GROWTH,)), load_i64((params + 8 * P_VALUE_NORM,))
     for h in range(heads):
         at = 4 * dim_k * (token * heads + h)
         prepare_head(out + at, query + 4 * dim_k * h, dim_k, query_norm, eps, table, rotated, neox)
@@ -148,7 +150,11 @@ def store_token(params, header, token, query, key, value, out, scratch):
     for h in range(kv_heads):
         prepare_head(scratch, key + 4 * dim_k * h, dim_k, key_norm, eps, table, rotated, neox)
         call_address(store_key, (key_part + h * key_bytes, lane, scratch, dim_k // 16))
-        call_address(store_value, (value_part + h * value_bytes, lane, value + 4 * dim_v * h, dim_v // 16))
+        source = value + 4 * dim_v * h
+        if value_norm != 0:
+            rms_norm_head((scratch, source, value_norm, dim_v, eps))
+            source = scratch
+        call_address(store_value, (value_part + h * value_bytes, lane, source, dim_v // 16))
 
 
 @njit(nogil=True, cache=True)

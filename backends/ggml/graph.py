@@ -65,6 +65,10 @@ class GraphBuilder:
     def scaled(self, x: int, scale: float) -> int:
         return x if scale == 1.0 else self.lib.scale(self.context, x, scale)
 
+    def scaled_by(self, x: int, weight: str) -> int:
+        """x times a weight that is one number."""
+        return self.lib.mul(self.context, x, self.weights.tensor(weight))
+
     def select(self, x: int, rows: int) -> int:
         """The rows of x that the int32 tensor names."""
         return self.lib.get_rows(self.context, x, rows)

@@ -72,7 +72,7 @@ class DeviceLayers:
         for kind in kv_types:
             if kind not in KINDS or not can_store(device, KINDS[kind]):
                 raise DeviceError(f"device {device.info.name}: cannot store keys and values as {kind}")
-        self.flash, self.unpacks = self._how_to_attend(*(KINDS[kind] for kind in kv_types))
+        self.flash, self.unpacks = self._how_to_attend(list(group_of), *(KINDS[kind] for kind in kv_types))
         self.weights = Weights(gguf, held, device, progress)
         self.weight_bytes = self.weights.nbytes
         self.kv = PagedPools(config, device, sorted(group_of), group_of, num_blocks, kv_types)
@@ -83,23 +83,30 @@ class DeviceLayers:
         self.in_place = self.gathered = 0  # parts of steps that were attended so
         self._used = [g in group_of.values() for g in range(len(num_blocks))]
 
-    def _how_to_attend(self, keys: int, values: int) -> tuple[bool, bool]:
-        """(with fused attention, unpacked first) for keys and values of these ggml types.
+    def _how_to_attend(self, layers: Sequence[int], keys: int, values: int) -> tuple[bool, bool]:
+        """(with fused attention, unpacked first) for keys and values of these ggml types in these layers.
 
         Raises DeviceError where they would have to be unpacked and cannot be.
         """
         c, device = self._config, self._device
-        shape = (device, c.head_dim_k, c.head_dim_v, c.n_head, c.n_head_kv)
+        kinds = {c.heads_of(layer) for layer in layers}
         extras = (c.attention_softcap, c.family.sinks)
+
+        def can_flash(key_type: int, value_type: int) -> bool:
+            return all(
+                can_flash_attend(device, h.dim_k, h.dim_v, c.n_head, h.n, key_type, value_type, *extras)
+                for h in kinds
+            )
+
         sure = keys == values or device.info.backend != endpoint.BACKEND  # it says yes to everything
-        if sure and can_flash_attend(*shape, keys, values, *extras):
+        if sure and can_flash(keys, values):
             return True, False
         unpacked = {kind for kind in (keys, values) if kind != TYPE_F16}
         for kind in unpacked:
             if not can_look_up(device, kind):
                 name = GGML_TYPES[kind].name.lower()
                 raise DeviceError(f"device {device.info.name}: cannot attend keys or values kept as {name}")
-        return bool(unpacked) and can_flash_attend(*shape, TYPE_F16, TYPE_F16, *extras), bool(unpacked)
+        return bool(unpacked) and can_flash(TYPE_F16, TYPE_F16), bool(unpacked)
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
         in_place = not self.unpacks

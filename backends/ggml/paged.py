@@ -53,12 +53,15 @@ class PagedPools:
     ):
         self.layers, self.group_of = list(layers), group_of
         self.key_type, self.value_type = (KINDS[kind] for kind in kv_types)
-        self.key_bytes = config.n_head_kv * row_bytes(self.key_type, config.head_dim_k)  # of a token
-        self.value_bytes = config.n_head_kv * row_bytes(self.value_type, config.head_dim_v)
+        self._token_bytes = {}  # of keys and of values
+        for layer in self.layers:
+            heads = config.heads_of(layer)
+            sizes = row_bytes(self.key_type, heads.dim_k), row_bytes(self.value_type, heads.dim_v)
+            self._token_bytes[layer] = [heads.n * size for size in sizes]
         shapes = [
             (TYPE_F32, BLOCK_SIZE * nbytes // 4, num_blocks[group_of[layer]] + PADDING)
             for layer in self.layers
-            for nbytes in (self.key_bytes, self.value_bytes)
+            for nbytes in self._token_bytes[layer]
         ]
         self._tensors = DeviceTensors(device, shapes)
         self._tensors.clear()  # what is masked is still multiplied, by zero: it must be finite
@@ -68,6 +71,10 @@ class PagedPools:
         self._rows = {  # two views of one block, for copies
             pool: tuple(row_view(self._context, pool) for _ in range(2)) for pool in self._tensors.handles
         }
+
+    def token_bytes(self, layer: int) -> Sequence[int]:
+        """Of a token's keys and of its values in a layer."""
+        return self._token_bytes[layer]
 
     @property
     def nbytes(self) -> int:

@@ -19,14 +19,14 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from backends.base import BatchLike
+from backends.base import BatchLike, KVHeads
 from backends.ggml import attention_layout as layouts
 from backends.ggml.attention_layout import BLOCK_SIZE, Layout, Part
 from backends.ggml.devices import Device
 from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.host_experts import Seam
 from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64
-from backends.ggml.models.config import ModelConfig, Rope
+from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.rope import Yarn
 from backends.ggml.models.tensors import has_head_norms
 from backends.ggml.paged import PagedPools, block_rows, heads_of_tokens, move_view, token_rows
@@ -123,38 +123,38 @@ class PagedGraphBuilder(GraphBuilder):
 
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         c, lib, ctx = self.config, self.lib, self.context
-        group, rope = self.pools.group_of[layer], c.rope_of(layer)
-        q, k, v = projections if len(projections) == 3 else self._split(projections[0])
-        q = self._rotate(layer, q, "attn_q_norm", c.n_head, rope)
-        k = self._rotate(layer, k, "attn_k_norm", c.n_head_kv, rope)
+        heads = c.heads_of(layer)
+        q, k, v = projections if len(projections) == 3 else self._split(projections[0], heads)
+        q = self._rotate(layer, q, "attn_q_norm", c.n_head)
+        k = self._rotate(layer, k, "attn_k_norm", heads.n)
+        if c.family.value_norm:
+            v = lib.rms_norm(ctx, lib.reshape_3d(ctx, v, heads.dim_v, heads.n, self.rows), c.norm_eps)
+            v = lib.reshape_2d(ctx, v, heads.n * heads.dim_v, self.rows)
         if self._growth is not None:
             q = lib.mul(ctx, q, self._growth)
-        k = lib.reshape_2d(ctx, k, c.n_head_kv * c.head_dim_k, self.rows)
-        p = self.pools
-        keys, values = p.keys[layer], p.values[layer]
+        k = lib.reshape_2d(ctx, k, heads.n * heads.dim_k, self.rows)
+        p, kinds = self.pools, (self.pools.key_type, self.pools.value_type)
+        pools = (p.keys[layer], p.values[layer])
         stored = [
-            self._store(pool, kind, size, x, group)
-            for pool, kind, size, x in (
-                (keys, p.key_type, p.key_bytes, k),
-                (values, p.value_type, p.value_bytes, v),
-            )
+            self._store(pool, kind, size, x, p.group_of[layer])
+            for pool, kind, size, x in zip(pools, kinds, p.token_bytes(layer), (k, v), strict=True)
         ]
-        q = lib.reshape_2d(ctx, q, c.n_head * c.head_dim_k, self.rows)
+        q = lib.reshape_2d(ctx, q, c.n_head * heads.dim_k, self.rows)
         if self._order is not None:
             q = lib.get_rows(ctx, q, self._order)
-        sinks = self.weights.tensor(f"blk.{layer}.attn_sinks.weight") if c.family.sinks else None
         result, at = None, 0
         for inputs in self._parts:
-            attended = self._attend(inputs, group, q, at, stored, (keys, values), sinks)
+            attended = self._attend(inputs, layer, q, at, stored, pools)
             result = attended if result is None else lib.concat(ctx, result, attended, 1)
             at += inputs.part.sequences * inputs.part.rows
         assert result is not None
         return result if self._place is None else lib.get_rows(ctx, result, self._place)
 
-    def _split(self, qkv: int) -> list[int]:
+    def _split(self, qkv: int, heads: KVHeads) -> list[int]:
         """Query, key and value rows that lie side by side."""
-        c, parts, at = self.config, [], 0
-        widths = (c.n_head * c.head_dim_k, c.n_head_kv * c.head_dim_k, c.n_head_kv * c.head_dim_v)
+        parts, at = [], 0
+        counts = (self.config.n_head, heads.n, heads.n)
+        widths = [n * dim for n, dim in zip(counts, (heads.dim_k, *heads[1:]), strict=True)]
         row = 4 * sum(widths)
         for width in widths:
             view = self.lib.view_4d(self.context, qkv, width, self.rows, 1, 1, row, row, row, at)
@@ -162,10 +162,10 @@ class PagedGraphBuilder(GraphBuilder):
             at += 4 * width
         return parts
 
-    def _rotate(self, layer: int, x: int, norm: str, heads: int, rope: Rope | None) -> int:
+    def _rotate(self, layer: int, x: int, norm: str, heads: int) -> int:
         """[dim, heads, T], normed where the family does, rotated by the rows' positions."""
-        lib, ctx, c = self.lib, self.context, self.config
-        x = lib.reshape_3d(ctx, x, c.head_dim_k, heads, self.rows)
+        lib, ctx, c, rope = self.lib, self.context, self.config, self.config.rope_of(layer)
+        x = lib.reshape_3d(ctx, x, c.heads_of(layer).dim_k, heads, self.rows)
         if has_head_norms(c, layer):
             x = self.norm(x, f"blk.{layer}.{norm}.weight")
         if rope is None:
@@ -199,20 +199,20 @@ class PagedGraphBuilder(GraphBuilder):
     def _attend(
         self,
         inputs: _PartInputs,
-        group: int,
+        layer: int,
         q: int,
         at: int,
         stored: Sequence[int],
         pools: Sequence[int],
-        sinks: int | None,
     ) -> int:
-        """[n_head * head_dim_v, sequences * rows] of a part whose queries begin at row `at`."""
+        """[n_head * dim_v, sequences * rows] of a part whose queries begin at row `at`."""
         c, part, lib, ctx = self.config, inputs.part, self.lib, self.context
-        head, token = 4 * c.head_dim_k, 4 * c.head_dim_k * c.n_head
+        heads, group = c.heads_of(layer), self.pools.group_of[layer]
+        head, token = 4 * heads.dim_k, 4 * heads.dim_k * c.n_head
         queries = lib.view_4d(
             ctx,
             q,
-            c.head_dim_k,
+            heads.dim_k,
             part.rows,
             c.n_head,
             part.sequences,
@@ -222,11 +222,12 @@ class PagedGraphBuilder(GraphBuilder):
             at * token,
         )
         p = self.pools
-        keys = self._tokens(inputs, group, stored[0], pools[0], p.key_type, c.head_dim_k)
+        keys = self._tokens(inputs, group, stored[0], pools[0], p.key_type, heads.n, heads.dim_k)
         # flipped in the first view of the pool: it is the one that moves
         flipped = not self.flash
-        values = self._tokens(inputs, group, stored[1], pools[1], p.value_type, c.head_dim_v, flipped)
+        values = self._tokens(inputs, group, stored[1], pools[1], p.value_type, heads.n, heads.dim_v, flipped)
         mask = inputs.masks[group]
+        sinks = self.weights.tensor(f"blk.{layer}.attn_sinks.weight") if c.family.sinks else None
         if self.flash:
             out = lib.flash_attn_ext(
                 ctx, queries, keys, values, mask, c.attention_scale, 0.0, c.attention_softcap
@@ -243,7 +244,7 @@ class PagedGraphBuilder(GraphBuilder):
                 lib.soft_max_add_sinks(scores, sinks)
             out = lib.mul_mat(ctx, lib.cont(ctx, values), scores)
             out = lib.cont(ctx, lib.permute(ctx, out, 0, 2, 1, 3))
-        return lib.reshape_2d(ctx, out, c.n_head * c.head_dim_v, part.sequences * part.rows)
+        return lib.reshape_2d(ctx, out, c.n_head * heads.dim_v, part.sequences * part.rows)
 
     def _tokens(
         self,
@@ -252,11 +253,12 @@ class PagedGraphBuilder(GraphBuilder):
         stored: int,
         pool: int,
         type_id: int,
+        heads: int,
         dim: int,
         flipped: bool = False,
     ) -> int:
-        """[dim, span, n_head_kv, sequences]: keys or values, in place or gathered."""
-        part, heads, ctx = inputs.part, self.config.n_head_kv, self.context
+        """[dim, span, heads, sequences]: keys or values, in place or gathered."""
+        part, ctx = inputs.part, self.context
         span, blocks = part.spans[group], inputs.blocks.get(group)
         if blocks is None:
             view = heads_of_tokens(ctx, stored, type_id, heads, dim, span, 1, flipped)

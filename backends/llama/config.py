@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from backends.base import KVHeads
 from backends.ggml.models import ModelError
 from quant.gguf import GGUFFile
 
@@ -62,6 +63,10 @@ class LlamaConfig:
     kv_widths: tuple[tuple[int, int], ...]
     state_bytes: int
     keeps_prefixes: bool
+
+    def heads_of(self, layer: int) -> KVHeads:
+        """The most that a layer has."""
+        return KVHeads(self.n_head_kv, self.head_dim_k, self.head_dim_v)
 
     @property
     def keeps_tokens(self) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from dataclasses import replace
 
+from backends.base import KVHeads
 from backends.ggml.host_experts import host_layers, host_tensors
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.tensors import end_tensors, layer_tensors, rope_tensors
@@ -33,7 +34,7 @@ def model_facts(
     widest activations. The experts of the first `host_experts` layers that have such are in main memory.
     ValueError where the model's heads cannot be kept in `kv_types`.
     """
-    heads = config.n_head * config.head_dim_k + config.n_head_kv * (config.head_dim_k + config.head_dim_v)
+    heads = max(config.n_head * h.dim_k + h.n * (h.dim_k + h.dim_v) for h in _kinds(config))
     mixture = config.mixture
     experts = 0 if mixture is None else mixture.used * (config.n_embd + mixture.width) + mixture.shared_width
     row = LIVE_ROWS * (config.n_embd + max(experts, config.n_ff) + heads) * F32_BYTES
@@ -71,15 +72,18 @@ def model_facts(
 def with_kv_types(facts: ModelFacts, config: ModelConfig, limits: Limits, kv_types: KVTypes) -> ModelFacts:
     """The same model with its KV cache in other formats. ValueError as above."""
     plain = types_on(config, kv_types, own_kernels=False)
-    token, plain_token = _token_bytes(config, kv_types), _token_bytes(config, plain)
+    layers = range(config.n_layer)
+    tokens, plain_tokens = (
+        tuple(token_bytes(config, layer, types) for layer in layers) for types in (kv_types, plain)
+    )
     masks = len(set(config.layer_windows)) * limits.max_num_batched_tokens * MASK
     return replace(
         facts,
-        kv_bytes_per_token=(token,) * config.n_layer,
-        plain_kv_bytes_per_token=(plain_token,) * config.n_layer,
+        kv_bytes_per_token=tokens,
+        plain_kv_bytes_per_token=plain_tokens,
         kv_types=kv_types,
         plain_kv_types=plain,
-        gather_bytes_per_token=plain_token + _unpacked_bytes(config, plain) + masks,
+        gather_bytes_per_token=max(plain_tokens) + _unpacked_bytes(config, plain) + masks,
     )
 
 
@@ -91,9 +95,14 @@ def types_on(config: ModelConfig, wanted: KVTypes, own_kernels: bool) -> KVTypes
     )
 
 
-def _token_bytes(config: ModelConfig, types: KVTypes) -> int:
-    keys, values = row_bytes(types.keys, config.head_dim_k), row_bytes(types.values, config.head_dim_v)
-    return config.n_head_kv * (keys + values)
+def token_bytes(config: ModelConfig, layer: int, types: KVTypes) -> int:
+    """Keys and values of a token in a layer."""
+    heads = config.heads_of(layer)
+    return heads.n * (row_bytes(types.keys, heads.dim_k) + row_bytes(types.values, heads.dim_v))
+
+
+def _kinds(config: ModelConfig) -> set[KVHeads]:
+    return {config.heads_of(layer) for layer in range(config.n_layer)}
 
 
 def _unpacked_bytes(config: ModelConfig, types: KVTypes) -> int:
@@ -101,8 +110,11 @@ def _unpacked_bytes(config: ModelConfig, types: KVTypes) -> int:
     values of two formats: then we unpack them, through f32.
     """
     size = F16_BYTES if types.keys == types.values else F32_BYTES + F16_BYTES
-    dims = ((types.keys, config.head_dim_k), (types.values, config.head_dim_v))
-    return config.n_head_kv * sum(dim * size for kind, dim in dims if kind != "f16")
+    packed = types.keys != "f16", types.values != "f16"
+    return max(
+        h.n * size * sum(dim for dim, is_packed in zip(h[1:], packed, strict=True) if is_packed)
+        for h in _kinds(config)
+    )
 
 
 def layer_names(config: ModelConfig, layer: int) -> list[str]:

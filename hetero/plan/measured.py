@@ -72,7 +72,7 @@ def _shapes(subject: Subject) -> list:
     names += [n for n in (EMBEDDING, HEAD) if n in gguf.tensors]
     tensors = [(gguf.tensors[n].type, gguf.tensors[n].shape) for n in names]
     windows = [config.layer_windows[layer] for layer in examples]
-    heads = (config.n_head, config.n_head_kv, config.head_dim_k, config.head_dim_v)
+    heads = (config.n_head, *(config.heads_of(layer) for layer in examples))
     return [gguf.architecture, classes, tensors, windows, heads, subject.chunk_tokens, subject.host_experts]
 
 

@@ -11,9 +11,9 @@ import numpy as np
 from backends.base import StageBackend
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.stage import StageSpec
-from backends.kv_format import row_bytes
 from hetero.batch import Batch, BlockCopy
 from hetero.kv_types import KVTypes
+from hetero.plan.facts import token_bytes
 from hetero.plan.planner import BLOCK_SIZE, kv_groups
 
 POOL_BYTES = 96 << 20  # of KV; sequences share blocks beyond that, too far apart for any cache
@@ -51,9 +51,8 @@ class Probe:
         self._config, (self._first, self._last) = config, layers
         groups = kv_groups(config.layer_windows, context, sequences, chunk)
         self._num_groups = len(groups)
-        head = row_bytes(types.keys, config.head_dim_k) + row_bytes(types.values, config.head_dim_v)
-        block = BLOCK_SIZE * config.n_head_kv * head
-        affordable = POOL_BYTES // (block * (self._last - self._first))
+        token = sum(token_bytes(config, layer, types) for layer in range(*layers))
+        affordable = POOL_BYTES // (BLOCK_SIZE * token)
         least = -(-max(context, chunk, BLOCK_SIZE) // BLOCK_SIZE)
         self._blocks = max(least, min(affordable, -(-attended // BLOCK_SIZE)))  # block 0 on top
         spec = StageSpec(

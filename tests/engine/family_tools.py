@@ -105,7 +105,17 @@ def _steps(model: Model, driver: Driver) -> list[tuple[np.ndarray, np.ndarray]]:
     return [*pairs, (driver.logits(first, chunk=23, seed=2), want)]
 
 
-BLOCK_OPTIONS = ("norm", "qk_norm", "pre_norms", "post_norms", "ffn_norm", "parallel", "activation", "ffn")
+BLOCK_OPTIONS = (
+    "norm",
+    "qk_norm",
+    "pre_norms",
+    "post_norms",
+    "ffn_norm",
+    "parallel",
+    "activation",
+    "ffn",
+    "value_norm",
+)
 
 
 def of_ropes(change: Callable[[Rope], Rope | None]) -> Change:
@@ -120,8 +130,8 @@ def of_family(option: str) -> Change:
     return lambda c: replace(c, family=replace(c.family, **{option: default}))
 
 
-def without_bias(stem: str) -> Change:
-    return lambda c: replace(c, present=frozenset(n for n in c.present if f"{stem}.bias" not in n))
+def without(tensor: str) -> Change:
+    return lambda c: replace(c, present=frozenset(n for n in c.present if tensor not in n))
 
 
 def other_factors(c: ModelConfig) -> ModelConfig:
@@ -142,11 +152,12 @@ CHANGES: dict[str, Change] = {
     "residual scale": lambda c: replace(c, residual_scale=1.0),
     "logit scale": lambda c: replace(c, logit_scale=1.0),
     "logit cap": lambda c: replace(c, logit_softcap=0.0),
-    "windows": lambda c: replace(c, layer_windows=(None,) * c.n_layer),
+    "windows": lambda c: replace(c, layer_windows=tuple(w and CONTEXT for w in c.layer_windows)),
     "no rope": of_ropes(lambda rope: None),
     "rope of all": everywhere,
     "pairs": of_ropes(lambda rope: replace(rope, neox=not rope.neox)),
-    "whole heads": of_ropes(lambda rope: replace(rope, n_rot=16)),
+    "whole heads": of_ropes(lambda rope: rope if rope.factors else replace(rope, n_rot=16)),
+    "output scale": without("layer_output_scale.weight"),
     "scale": of_ropes(lambda rope: replace(rope, scale=1.0)),
     "yarn": of_ropes(lambda rope: replace(rope, yarn=None)),
     "turns": of_ropes(lambda rope: replace(rope, yarn=rope.yarn and rope.yarn._replace(fast=32.0))),
@@ -155,7 +166,7 @@ CHANGES: dict[str, Change] = {
     "other factors": other_factors,
     **{option: of_family(option) for option in BLOCK_OPTIONS},
     **{
-        f"bias of {stem}": without_bias(stem)
+        f"bias of {stem}": without(f"{stem}.bias")
         for stem in [f"attn_{p}" for p in ("norm", "q", "k", "v", "qkv", "output")]
         + [f"ffn_{p}" for p in ("norm", "gate", "up", "down")]
         + ["output_norm", "output"]

@@ -14,13 +14,18 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import Driver
-from family_tools import CHANGES, WAYS, Model, check_logits, check_options, of_libllama, relative
+from family_tools import CHANGES, WAYS, Model, PlainStage, check_logits, check_options, of_libllama, relative
 from scale import FULL
 from tiny_families import LAYERS, tiny_family
 from tiny_models import libllama_logits
 
+from backends.base import BLOCK_SIZE
 from backends.ggml.models import FAMILIES, read_config
+from backends.ggml.paged import PADDING
+from backends.ggml.stage import GgmlStage
 from hetero.pipeline.part import ModelPart
+from hetero.plan.facts import F32_BYTES, model_facts
+from hetero.plan.planner import Limits
 from quant.gguf import open_gguf
 
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
@@ -58,6 +63,27 @@ VARIANTS = {
     "qwen3": Variant("qwen3"),
     "gemma2": Variant("gemma2", YARN),
     "gemma3": Variant("gemma3", {"rope.scaling.factor": 8.0, "rope.freq_base": 1e6}, {"n_layers": 6}),
+    "gemma4": Variant(
+        "gemma4",
+        {
+            "attention.head_count_kv": [4, 4, 1],
+            "attention.key_length": 64,
+            "attention.value_length": 64,
+            "attention.key_length_swa": 32,
+            "attention.value_length_swa": 32,
+            "attention.sliding_window_pattern": [True, True, False],
+            "rope.dimension_count": 64,
+            "rope.dimension_count_swa": 32,
+            "rope.freq_base": 1e6,
+            "final_logit_softcapping": 3.0,
+        },
+        {
+            "n_layers": 3,
+            "heads": [(32, 4), (32, 4), (64, 1)],
+            "layers": [LAYERS["gemma4"]] * 2 + [LAYERS["gemma4"].replace("attn_v ", "")],
+            "extra": {"rope_freqs.weight": (32,)},
+        },
+    ),
     "phi3": Variant("phi3"),
     "phi3 short": Variant("phi3", {"rope.scaling.attn_factor": 1.1}, {"extra": LONG}),
     "phi3 long": Variant("phi3", {"rope.scaling.original_context_length": 64}, {"extra": LONG}),
@@ -123,6 +149,25 @@ def test_a_part_of_a_model_is_read_as_one(model: Model, tmp_path: Path):
         part = read_config(open_gguf(path), layers)
         assert replace(part, present=config.present) == config
         assert part.present <= config.present
+
+
+def test_the_plan_counts_what_the_stage_takes(model: Model):
+    """Keys and values exactly, weights and compute buffer from above, though not by much."""
+    gguf = open_gguf(model.path)
+    config, tokens = read_config(gguf), 64
+    limits = Limits(max_num_seqs=4, max_num_batched_tokens=tokens)
+    facts = model_facts(gguf, config, limits)
+    assert facts.kv_bytes_per_token == facts.plain_kv_bytes_per_token
+    for kind in (GgmlStage, PlainStage):
+        driver = Driver(model.path, num_blocks=64, max_tokens=tokens, threads=1, kind=kind)
+        taken, held = driver.stage.memory(), driver.stage._layers.weights.nbytes
+        driver.close()
+        padding = PADDING if kind is PlainStage else 0
+        assert taken["kv"] == sum(facts.kv_bytes_per_token) * BLOCK_SIZE * (64 + padding)
+        bytes_of_logits = tokens * config.n_vocab * F32_BYTES
+        assert taken["compute"] <= facts.compute_bytes + bytes_of_logits + facts.gather_bytes_per_token * 512
+        assert held <= taken["weights"] <= facts.weight_bytes - facts.shared_bytes
+    assert taken["weights"] >= 0.9 * (facts.weight_bytes - facts.shared_bytes)
 
 
 def test_every_dense_family_is_here():

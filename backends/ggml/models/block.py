@@ -5,7 +5,13 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from backends.ggml.graph import GraphBuilder
-from backends.ggml.models.tensors import FUSED_QKV, OUTPUT_NORM, has_fused_qkv
+from backends.ggml.models.tensors import (
+    FUSED_QKV,
+    OUTPUT_NORM,
+    has_fused_qkv,
+    has_keys_as_values,
+    output_scale,
+)
 
 FFN_INPUTS = {"gated": ("ffn_gate", "ffn_up"), "fused": ("ffn_up",), "plain": ("ffn_up",)}
 
@@ -38,12 +44,16 @@ def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
     if c.has_experts(layer):
         return g.expert_ffn(layer, x)
     ffn_norm = w(family.ffn_norm) if family.pre_norms else None
-    return _add(g, x, post[1], lambda residual: g.feed_forward(x, ffn_norm, inputs, down, residual))
+    x = _add(g, x, post[1], lambda residual: g.feed_forward(x, ffn_norm, inputs, down, residual))
+    scale = output_scale(c, layer)
+    return x if scale is None else g.scaled_by(x, scale)
 
 
 def _projections(g: GraphBuilder, layer: int, x: int, norm: str | None) -> Sequence[int]:
     """Query, key and value of each row, as GraphBuilder.attention takes them."""
     names = (FUSED_QKV,) if has_fused_qkv(g.config, layer) else ("attn_q", "attn_k", "attn_v")
+    if has_keys_as_values(g.config, layer):
+        names = ("attn_q", "attn_k", "attn_k")
     weights = [f"blk.{layer}.{name}.weight" for name in names]
     if g.config.family.qk_norm != "row":
         return g.norm_linear(x, norm, weights)

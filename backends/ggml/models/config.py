@@ -8,7 +8,9 @@ from typing import NamedTuple
 
 import numpy as np
 
+from backends.base import KVHeads
 from backends.ggml.models.families import FAMILIES, Family
+from backends.ggml.models.heads import Heads, read_heads
 from backends.ggml.models.metadata import Metadata, ModelError, NotNative
 from backends.ggml.models.mixture import Mixture, read_mixture
 from backends.ggml.models.rope import Rope, read_rope
@@ -40,7 +42,8 @@ class ModelConfig:
     `n_ff` is the width of feed-forwards without experts, 0 where all layers have the `mixture`.
     Scores s of attention become c tanh(s / c) with c = `attention_softcap`, 0 for none; so do logits, after
     they were multiplied by `logit_scale`. A sublayer's output is multiplied by `residual_scale` before it
-    is added. `present` names what the file has of tensors that others of the family may lack.
+    is added. `present` names what the file has of tensors that others of the family may lack. Layers with a
+    window have `window_heads` where these differ from `n_head_kv`, `head_dim_k` and `head_dim_v`.
     """
 
     family: Family
@@ -66,9 +69,15 @@ class ModelConfig:
     layer_windows: tuple[int | None, ...]
     layer_ropes: tuple[Rope | None, ...]
     present: frozenset[str]
+    window_heads: KVHeads | None = None
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and layer >= self.mixture.first_layer
+
+    def heads_of(self, layer: int) -> KVHeads:
+        if self.window_heads is not None and self.layer_windows[layer] is not None:
+            return self.window_heads
+        return KVHeads(self.n_head_kv, self.head_dim_k, self.head_dim_v)
 
     def rope_of(self, layer: int) -> Rope | None:
         return self.layer_ropes[layer]
@@ -92,14 +101,14 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
             f"{gguf.path.name}: model family {gguf.architecture!r} is not supported (known: {known})"
         )
     meta = Metadata(gguf.path.name, family.architecture, gguf.metadata)
-    _refuse_unbuilt(meta)
+    _refuse_unbuilt(meta, family)
     count = meta.size("block_count", 1, 4096)
     spare = meta.size("nextn_predict_layers", 0, count - 1, 0)  # guess the next tokens; left out
     n_layer = count - spare
     n_ctx_train = meta.size("context_length", 1, 1 << 30)
-    heads = _heads(meta)
     mixture = read_mixture(meta, family.mixture, n_layer)
     windows = _windows(meta, family, n_layer)
+    heads = read_heads(meta, family, windows)
     rope = read_rope(meta, gguf.tensors, heads.n_rot, family.rope_neox, n_ctx_train)
     norm = "attention.layer_norm_rms_epsilon" if family.norm == "rms" else "attention.layer_norm_epsilon"
     config = ModelConfig(
@@ -109,9 +118,10 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         n_ctx_train=n_ctx_train,
         n_embd=heads.n_embd,
         n_head=heads.n_head,
-        n_head_kv=heads.n_head_kv,
-        head_dim_k=heads.dim_k,
-        head_dim_v=heads.dim_v,
+        n_head_kv=heads.kv.n,
+        head_dim_k=heads.kv.dim_k,
+        head_dim_v=heads.kv.dim_v,
+        window_heads=heads.windowed,
         n_ff=0 if mixture and not mixture.first_layer else meta.size("feed_forward_length", 1, 1 << 24),
         n_vocab=_vocabulary(gguf, heads.n_embd, layers),
         mixture=mixture,
@@ -124,7 +134,7 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         logit_scale=_logit_scale(meta, family),
         logit_softcap=_softcap(meta, "final_logit_softcapping", family.logit_softcap),
         layer_windows=windows,
-        layer_ropes=_ropes(meta, family, rope, windows),
+        layer_ropes=_ropes(meta, family, rope, heads.window_rot, windows),
         present=optional_tensors(gguf.tensors),
     )
     if layers is not None and not 0 <= layers[0] < layers[1] <= n_layer:
@@ -133,33 +143,16 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
     return config
 
 
-def _refuse_unbuilt(meta: Metadata) -> None:
-    """What a family's files for pictures have, and others do not."""
+def _refuse_unbuilt(meta: Metadata, family: Family) -> None:
+    """What files for pictures have, or others of the family, and those that are built do not."""
     sections = meta.get("rope.dimension_sections")
     if isinstance(sections, list) and any(sections[:2]):
         raise NotNative(f"{meta.file}: {meta.prefix}.rope.dimension_sections: RoPE in sections is not built")
     if meta.get("deepstack_mapping") is not None:
         raise NotNative(f"{meta.file}: {meta.prefix}.deepstack_mapping: a vision model is not built")
-
-
-class _Heads(NamedTuple):
-    n_embd: int
-    n_head: int
-    n_head_kv: int
-    dim_k: int
-    dim_v: int
-    n_rot: int
-
-
-def _heads(meta: Metadata) -> _Heads:
-    n_embd, n_head = meta.size("embedding_length", 1, 1 << 20), meta.size("attention.head_count", 1, 4096)
-    n_head_kv = meta.size("attention.head_count_kv", 1, 4096, n_head)
-    dim_k = meta.size("attention.key_length", 1, 4096, n_embd // n_head)
-    dim_v = meta.size("attention.value_length", 1, 4096, n_embd // n_head)
-    n_rot = meta.size("rope.dimension_count", 2, dim_k, dim_k)
-    if n_head % n_head_kv or n_rot % 2:
-        raise ModelError(f"{meta.file}: {n_head} heads over {n_head_kv} KV heads, {n_rot} rotated dimensions")
-    return _Heads(n_embd, n_head, n_head_kv, dim_k, dim_v, n_rot)
+    for key in family.unbuilt:
+        if meta.get(key):
+            raise NotNative(f"{meta.file}: {meta.prefix}.{key}: this kind of the family is not built")
 
 
 def _windows(meta: Metadata, family: Family, n_layer: int) -> tuple[int | None, ...]:
@@ -174,13 +167,14 @@ def _windows(meta: Metadata, family: Family, n_layer: int) -> tuple[int | None, 
 
 
 def _ropes(
-    meta: Metadata, family: Family, rope: Rope, windows: tuple[int | None, ...]
+    meta: Metadata, family: Family, rope: Rope, window_rot: int, windows: tuple[int | None, ...]
 ) -> tuple[Rope | None, ...]:
     default = rope.base if family.window_rope_base is None else family.window_rope_base
     base = meta.number("rope.freq_base_swa", default)
     if base <= 1.0:
         raise meta.error("rope.freq_base_swa", base, "greater than 1")
     windowed = replace(rope, base=base) if family.window_rope_scaled else rope.unscaled(base)
+    windowed = replace(windowed, n_rot=window_rot)
     turned = meta.flag("rope.scaling.finetuned", True) if family.no_rope == "switch" else True
     ropes: list[Rope | None] = []
     for layer, window in enumerate(windows):
@@ -191,10 +185,12 @@ def _ropes(
     return tuple(ropes)
 
 
-def _attention_scale(meta: Metadata, family: Family, n_layer: int, heads: _Heads) -> float:
+def _attention_scale(meta: Metadata, family: Family, n_layer: int, heads: Heads) -> float:
+    if family.unscaled_scores:
+        return 1.0
     if n_layer == family.wide_layers:
         return 1.0 / math.sqrt(heads.n_embd // heads.n_head)
-    return meta.number("attention.scale", 0.0) or 1.0 / math.sqrt(heads.dim_k)
+    return meta.number("attention.scale", 0.0) or 1.0 / math.sqrt(heads.kv.dim_k)
 
 
 def _embedding_scale(meta: Metadata, family: Family, n_embd: int) -> float:

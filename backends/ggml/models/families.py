@@ -27,7 +27,10 @@ class Family:
     `wide_layers`: with so many layers, queries are scaled by the square root of n_embd / n_head.
     `attention_softcap`, `logit_softcap`: where the file does not say. `divide_logits`: by the file's logit
     scale; else they are multiplied. `mixture`: what the family's mixtures of experts have, None if it has
-    none. `sinks`: attention has a sink for each head.
+    none. `sinks`: attention has a sink for each head. `value_norm`: RMS norm of value heads, without a
+    weight, and keys in place of values where a layer has none. `unscaled_scores`: of attention.
+    `window_heads`: layers with a window have heads of their own sizes. `unbuilt`: metadata of those members
+    of the family that there is no builder for.
     """
 
     architecture: str
@@ -53,6 +56,10 @@ class Family:
     divide_logits: bool = False
     mixture: MixtureOptions | None = None
     sinks: bool = False
+    value_norm: bool = False
+    unscaled_scores: bool = False
+    window_heads: bool = False
+    unbuilt: tuple[str, ...] = ()
 
 
 FAMILIES: dict[str, Family] = {
@@ -110,6 +117,23 @@ FAMILIES: dict[str, Family] = {
             window_rope_base=10000.0,
             window_rope_scaled=False,
             wide_layers=62,
+        ),
+        Family(
+            "gemma4",
+            "Gemma 4 31B (text)",
+            rope_neox=True,
+            qk_norm="heads",
+            value_norm=True,
+            unscaled_scores=True,
+            post_norms=True,
+            activation="gelu",
+            scale_embeddings=True,
+            window_pattern=6,
+            window_rope_base=10000.0,
+            window_rope_scaled=False,
+            window_heads=True,
+            logit_softcap=30.0,
+            unbuilt=("embedding_length_per_layer_input", "attention.shared_kv_layers", "expert_count"),
         ),
         Family("phi3", "Phi 3 to 4", rope_neox=True, ffn="fused"),
         Family("granite", "Granite 3 to 4", rope_neox=False, no_rope="switch", divide_logits=True),

@@ -64,7 +64,7 @@ class Rope:
 
     def unscaled(self, base: float) -> Rope:
         """As in layers that see a short context only: with another base, and never stretched."""
-        return replace(self, base=base, scale=1.0, magnitude=1.0, yarn=None)
+        return Rope(self.n_rot, base, 1.0, self.neox)
 
     def frequencies(self, factors: np.ndarray | None) -> np.ndarray:
         """float64 [n_rot / 2]: radians per position of each pair. `factors`: the named tensor's values."""

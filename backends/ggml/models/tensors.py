@@ -16,13 +16,14 @@ if TYPE_CHECKING:
     from backends.ggml.models.config import ModelConfig
 
 EMBEDDING, HEAD, OUTPUT_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
-FUSED_QKV = "attn_qkv"
+FUSED_QKV, OUTPUT_SCALE = "attn_qkv", "layer_output_scale"
 Shapes = dict[str, tuple[int, ...]]  # by name; row length first
 
 
 def optional_tensors(names: Iterable[str]) -> frozenset[str]:
     """Those of a file's tensors that decide how the graph is built: biases, fused q, k, v, norms of heads."""
-    ends = (".bias", f".{FUSED_QKV}.weight", ".attn_q_norm.weight", ".attn_k_norm.weight")
+    weights = (FUSED_QKV, "attn_v", "attn_q_norm", "attn_k_norm", OUTPUT_SCALE)
+    ends = (".bias", *(f".{name}.weight" for name in weights))
     return frozenset(n for n in names if n.endswith(ends))
 
 
@@ -41,6 +42,9 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
         found[weight] = shape
         if bias_of(weight) in config.present and (len(shape) > 1 or config.family.norm == "layer"):
             found[bias_of(weight)] = shape[1:] or shape
+    scale = output_scale(config, layer)
+    if scale is not None and config.family.value_norm:
+        found[scale] = (1,)
     mixture = config.mixture
     if config.has_experts(layer) and mixture is not None and mixture.options.selection_bias:
         found[f"blk.{layer}.exp_probs_b.bias"] = (mixture.count,)
@@ -80,16 +84,19 @@ def rope_tensors(config: ModelConfig) -> Shapes:
 
 
 def _attention(c: ModelConfig, layer: int) -> Shapes:
-    q, k, v = c.n_head * c.head_dim_k, c.n_head_kv * c.head_dim_k, c.n_head_kv * c.head_dim_v
+    heads = c.heads_of(layer)
+    q, k, v = c.n_head * heads.dim_k, heads.n * heads.dim_k, heads.n * heads.dim_v
     if has_fused_qkv(c, layer):
         shapes: Shapes = {FUSED_QKV: (c.n_embd, q + k + v)}
     else:
         shapes = {"attn_q": (c.n_embd, q), "attn_k": (c.n_embd, k), "attn_v": (c.n_embd, v)}
-    shapes["attn_output"] = (c.n_head * c.head_dim_v, c.n_embd)
+    if has_keys_as_values(c, layer):
+        del shapes["attn_v"]
+    shapes["attn_output"] = (c.n_head * heads.dim_v, c.n_embd)
     if c.family.sinks:
         shapes["attn_sinks"] = (c.n_head,)
     if has_head_norms(c, layer):
-        shapes |= {"attn_q_norm": (c.head_dim_k,), "attn_k_norm": (c.head_dim_k,)}
+        shapes |= {"attn_q_norm": (heads.dim_k,), "attn_k_norm": (heads.dim_k,)}
     elif c.family.qk_norm == "row":
         shapes |= {"attn_q_norm": (q,), "attn_k_norm": (k,)}
     return shapes
@@ -98,6 +105,18 @@ def _attention(c: ModelConfig, layer: int) -> Shapes:
 def has_fused_qkv(c: ModelConfig, layer: int) -> bool:
     """Whether a layer's query, key and value matrices are one."""
     return f"blk.{layer}.{FUSED_QKV}.weight" in c.present
+
+
+def has_keys_as_values(c: ModelConfig, layer: int) -> bool:
+    """Whether a layer's values are its keys, before their norm."""
+    names = (f"blk.{layer}.{name}.weight" for name in ("attn_v", FUSED_QKV))
+    return c.family.value_norm and not any(name in c.present for name in names)
+
+
+def output_scale(c: ModelConfig, layer: int) -> str | None:
+    """The name of the number that a block's output is multiplied with, where it has one."""
+    name = f"blk.{layer}.{OUTPUT_SCALE}.weight"
+    return name if name in c.present else None
 
 
 def has_head_norms(c: ModelConfig, layer: int) -> bool:
@@ -176,8 +195,10 @@ __all__ = [
     "end_tensors",
     "has_fused_qkv",
     "has_head_norms",
+    "has_keys_as_values",
     "layer_tensors",
     "mixture_tensors",
     "optional_tensors",
+    "output_scale",
     "rope_tensors",
 ]
