@@ -55,6 +55,8 @@ REQUIRED: dict[str, dict[str, Any]] = {
     "gemma4": {"attention.sliding_window": 16, "embedding_length_per_layer_input": 0},
     "cohere2": {"attention.sliding_window": 16, "logit_scale": 0.3},
 }
+# norms that keep unscaled scores small, so that rounded keys do not matter more than elsewhere
+SHARP = {("gemma4", f"attn_{part}_norm"): 0.4 for part in "qk"}
 LAYER_NORM = ("starcoder2", "cohere2")
 UNTIED = ("olmo2",)
 
@@ -141,7 +143,7 @@ def tiny_family(
             shape = shapes.get(item.rstrip("+"), (n_embd,))
             name = f"blk.{layer}.{item.rstrip('+2').removesuffix(':row')}"
             tensors[f"{name}.weight"] = (
-                vector(shape[0], 1.0)
+                vector(shape[0], SHARP.get((arch, item), 1.0))
                 if len(shape) == 1
                 else random_tensor(rng, shape, weight_type, shape[-1] ** -0.5)
             )

@@ -52,6 +52,9 @@ WORDS: dict[str, dict] = {
         "switch": "RoPE that a file can switch off",
     },
     "sinks": {True: "attention sinks"},
+    "value_norm": {True: "norms of values"},
+    "unscaled_scores": {True: "unscaled attention scores"},
+    "window_heads": {True: "heads of other sizes in layers with a window"},
 }
 
 

@@ -210,5 +210,5 @@ def test_drivers_behind_rpc_are_not_trusted_with_two_formats(wide: Path) -> None
         device = plain.stage._layers._device
         device.info = replace(device.info, backend=endpoint.BACKEND)
         ids = [KINDS[kind] for kind in kept]
-        assert plain.stage._layers._how_to_attend(*ids) == (True, unpacks)
+        assert plain.stage._layers._how_to_attend([0], *ids) == (True, unpacks)
         plain.close()
