@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from hetero.model_folder import ModelError, model_name, models_below, models_folder, models_in
+from hetero.model_folder import ModelError, models_below, models_folder, models_in
 from hetero.settings import Settings
 
 NATIVE, FALLBACK, NONE = "native", "fallback", "none"
@@ -45,16 +45,16 @@ def list_models(settings: Settings) -> list[Entry]:
 
 
 def _found() -> Iterator[tuple[str, Path]]:
-    from hetero.models import default_model
+    from hetero.models import resolve
 
     folder = models_folder()
     for name, files in (*models_in(folder).items(), *models_below(folder)):
         yield name, files[0]
     try:
-        packaged = default_model()
+        packaged = resolve(None)
     except ModelError:
         return
-    yield model_name(packaged), packaged
+    yield packaged.name, packaged.path
 
 
 def describe(name: str, path: Path, settings: Settings) -> Entry:

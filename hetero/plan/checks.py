@@ -10,8 +10,9 @@ import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 
+from hetero import inside
 from hetero.model_folder import list_names, models_folder
-from hetero.models import default_model
+from hetero.models import resolve
 from hetero.plan import devices, kernels
 from hetero.sizes import format_size
 
@@ -107,7 +108,10 @@ def _measured() -> Iterator[Check]:
 
 
 def _model() -> str:
-    return str(default_model())
+    contents = inside.contents()
+    if contents is not None and contents.model is None:
+        return "none inside this executable: name one"
+    return str(resolve(None).path)
 
 
 def _folder() -> str:

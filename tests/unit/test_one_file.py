@@ -21,6 +21,8 @@ from backends.ggml import lib
 from hetero import inside, models
 from hetero.commands import package
 from hetero.config import SettingError, load
+from hetero.plan import catalogue, checks
+from hetero.settings import Settings
 from hetero.text.tokenizer import Tokenizer
 from quant.gguf import GGUFError, open_gguf
 from quant.one_file import ALIGNMENT, Contents, Footer, ModelSpan, contents_of, read_contents
@@ -156,6 +158,18 @@ def test_without_arguments_it_serves_what_is_inside(base, office, monkeypatch):
         assert cli.default_arguments() == wanted
     monkeypatch.setattr(sys, "argv", ["hetero", "devices"])
     assert cli.default_arguments() is None
+
+
+def test_doctor_and_the_list_of_models_know_what_is_inside(base, office, gguf_path, monkeypatch, tmp_path):
+    monkeypatch.setenv("HETERO_MODELS", str(tmp_path / "none"))
+    monkeypatch.setattr(inside, "own_file", lambda: office)
+    monkeypatch.setattr(inside, "contents", lambda: contents_of(office))
+    assert checks._model() == str(office)
+    assert [(e.name, e.path, e.note) for e in catalogue.list_models(Settings())] == [
+        (gguf_path.stem, str(office), "")
+    ]
+    monkeypatch.setattr(inside, "contents", lambda: contents_of(base))
+    assert "name one" in checks._model()
 
 
 def test_an_executable_without_a_model_says_so(monkeypatch):
