@@ -131,6 +131,8 @@ def test_a_round_trip_with_tools(api: openai.OpenAI, thinking: FakeEngine) -> No
     assert thinking.asked["tool_choice"] == {"name": "get_weather"}
     message = answer.choices[0].message
     assert answer.choices[0].finish_reason == "tool_calls" and message.content == "Let me see."
+    assert answer.usage is not None and answer.usage.completion_tokens_details is not None
+    assert (answer.usage.completion_tokens_details.reasoning_tokens or 0) >= len("Hm, weather")
     calls: Any = message.tool_calls
     assert len({call.id for call in calls}) == 2
     messages += [message, *({"role": "tool", "tool_call_id": c.id, "content": "18 C"} for c in calls)]

@@ -73,6 +73,7 @@ async def test_the_stream_ends_with_what_one_piece_would_be(client: Client, engi
     assert [item["type"] for item in last["output"]] == [
         "reasoning", "message", "function_call", "function_call",
     ]  # fmt: skip
+    assert last["usage"]["output_tokens_details"]["reasoning_tokens"] >= len("Hm.")
     done = [e["item"] for e in events if e["type"] == "response.output_item.done"]
     assert done == last["output"]
     for position, item in enumerate(done):
@@ -219,38 +220,34 @@ async def test_choice_among_allowed_tools(client: Client, engine: FakeEngine) ->
         assert reply.status == 200 and engine.asked["tool_choice"] == expected
 
 
-class Model:
-    """A store that may forget, beside one that never does."""
-
-    def __init__(self) -> None:
-        self.store = ResponseStore(max_bytes=2000)
-        self.all: dict[str, tuple[list[str], str]] = {}
-        self.removed: set[str] = set()
-
-
 @given(st.lists(st.tuples(st.integers(0, 12), st.sampled_from("ab"), st.integers(1, 600))))
 @settings(max_examples=200, deadline=None)
-def test_the_store_forgets_whole_conversations_first(operations: list[tuple[int, str, int]]) -> None:
-    model = Model()
-    names: list[str] = []
+def test_the_store_keeps_what_was_used_last_and_can_be_gone_on_from(
+    operations: list[tuple[int, str, int]],
+) -> None:
+    limit = 2000
+    store = ResponseStore(max_bytes=limit)
+    made: dict[str, tuple[str, list[str], int]] = {}  # whose, the texts of the conversation, its bytes
     for number, (choice, client, size) in enumerate(operations):
-        previous = names[choice % len(names)] if names and choice else None
-        history = [] if previous is None else model.store.history(client, previous)
+        previous = list(made)[choice % len(made)] if made and choice else None
+        history = [] if previous is None else store.history(client, previous)
+        owner, before, length = made[previous] if previous is not None else (client, [], 0)
         if previous is not None and history is not None:
-            assert [item["name"] for item in history] == model.all[previous][0]
-            assert model.all[previous][1] == client
+            assert owner == client and [item["name"] for item in history] == before
         if choice == 12 and previous is not None:
-            model.store.remove(client, previous)
+            was_there = store.get(client, previous) is not None
+            assert store.remove(client, previous) == was_there
+            assert store.get(client, previous) is None
         elif history is not None:
             name = f"r{number}"
             response = {"id": name, "output": [{"name": f"{name}-out", "text": "x" * size}]}
-            model.store.add(client, response, [{"name": name}], previous)
-            before = [] if previous is None else model.all[previous][0]
-            model.all[name] = ([*before, name, f"{name}-out"], client)
-            names.append(name)
-            if size < 300:
-                assert model.store.get(client, name) is not None
-        model.store.check_invariants()
+            items = [{"name": name}]
+            length += len(json.dumps([response, items], separators=(",", ":")))
+            store.add(client, response, items, previous)
+            made[name] = (client, [*before, name, f"{name}-out"], length)
+            fits = length <= limit  # all that it goes on from stays for its sake, or it is the first to go
+            assert (store.get(client, name) is not None) == fits
+        store.check_invariants()
 
 
 @pytest.fixture(scope="module")

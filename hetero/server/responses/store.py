@@ -39,7 +39,7 @@ class ResponseStore:
         self._entries: OrderedDict[str, Stored] = OrderedDict()
 
     def add(self, client: str, response: dict[str, Any], items: list[Item], previous: str | None) -> None:
-        """Keep a response; older ones leave for it. One that is too large by itself is not kept."""
+        """Keep a response; older ones leave for it. It is not kept if its conversation is too large."""
         size = len(encode([response, items]).encode())
         self._entries[response["id"]] = Stored(client, response, items, previous, size)
         self._size += size
