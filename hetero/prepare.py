@@ -101,7 +101,7 @@ def prepare(
             opener = _opener(model.path, gguf, config, settings)
             return plan_model(gguf, config, choices, settings, opener, progress, measure)
 
-        draft, choices, planned = plan_with_draft(settings, gguf, choices, there, plan_on)
+        draft, choices, planned = plan_with_draft(settings, gguf, choices, there, plan_on, progress)
     facts, plan = planned.facts, planned.plan
     if isinstance(config, LlamaConfig):
         host = no_host_memory(plan)

@@ -47,9 +47,9 @@ def package(request: Request) -> int:
         if request.out.exists() and not request.force:
             raise PackageError(f"{request.out}: exists; --force replaces it")
         settings = packaged_settings(request.config, request.model is not None)
-        model = None if request.model is None else resolve(request.model)
         base = _base(request.base)
         with loading() as progress:
+            model = None if request.model is None else resolve(request.model, progress=progress)
             write(base, request.out, settings, model, lambda done: progress("writing the executable", done))
     except (PackageError, SettingError, ModelError, GGUFError) as exc:
         return fail(exc)

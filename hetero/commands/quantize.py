@@ -73,7 +73,8 @@ def quantize(request: Request) -> int:
 
 
 def _quantize(request: Request, ftype: int, overrides: tuple[tuple[str, int], ...]) -> int:
-    path = resolve(request.source).path
+    with loading() as progress:
+        path = resolve(request.source, progress=progress).path
     with open_gguf(path) as source:
         if request.target is not None and not request.dry_run:
             _check_target(request.target, source.paths, request.force)

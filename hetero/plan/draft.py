@@ -16,6 +16,7 @@ from hetero.plan.devices import DeviceChoice, DeviceError
 from hetero.plan.host_memory import in_main_memory
 from hetero.plan.make import GUESSED, PlanError, Planned, place_of, plan_model
 from hetero.plan.planner import StagePlan, explain_shortage
+from hetero.screen import ProgressCallback
 from hetero.settings import OFF, Settings
 from quant.gguf import GGUFError, GGUFFile, open_gguf
 
@@ -46,6 +47,7 @@ def plan_with_draft(
     choices: tuple[DeviceChoice, ...],
     offered: Sequence[DeviceInfo],
     plan_main: PlanMain,
+    progress: ProgressCallback = lambda text, done: None,
 ) -> tuple[DraftPlan | None, tuple[DeviceChoice, ...], Planned]:
     """The draft model of --spec, if any, what it leaves of the main model's devices, and that one's plan.
 
@@ -55,7 +57,7 @@ def plan_with_draft(
     """
     if settings.spec_draft is None:
         return None, choices, plan_main(choices)
-    model, draft_gguf, config = _open(settings.spec_draft, gguf)
+    model, draft_gguf, config = _open(settings.spec_draft, gguf, progress)
     alone = plan_main(choices)
     candidates = _candidates(settings, choices, offered)
     for choice in candidates:
@@ -87,9 +89,11 @@ def main_memory_bytes(draft: DraftPlan | None) -> int:
     return draft.stage.total_bytes if draft is not None and in_main_memory(draft.choice) else 0
 
 
-def _open(name: str, main: GGUFFile) -> tuple[ResolvedModel, GGUFFile, ModelConfig]:
+def _open(
+    name: str, main: GGUFFile, progress: ProgressCallback
+) -> tuple[ResolvedModel, GGUFFile, ModelConfig]:
     try:
-        model = resolve(name)
+        model = resolve(name, progress=progress)
         gguf = open_gguf(model.path)
         config = read_config(gguf)
     except (ModelError, GGUFError, ConfigError) as exc:
