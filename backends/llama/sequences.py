@@ -76,7 +76,7 @@ class Sequences:
 
         Returns (the sequence, how many of the tokens it has): the rest has to be computed.
         """
-        if self._is_own(tokens, blocks, source, length):
+        if self._is_own(blocks, source, length):
             if len(self._all[source].tokens) == length or self._memory.cut(source, length):
                 self._all[source] = _Sequence(tokens.copy(), used=self._step)
                 return source, length
@@ -118,14 +118,14 @@ class Sequences:
         assert all(s.used <= self._step for s in self._all)
         assert self._writer.min(initial=-1) >= -1 and self._writer.max(initial=-1) < len(self._all)
 
-    def _is_own(self, tokens: np.ndarray, blocks: np.ndarray, source: int, length: int) -> bool:
+    def _is_own(self, blocks: np.ndarray, source: int, length: int) -> bool:
         """Whether whoever asks has written `source`, as far as can be told, and nobody else goes on with it.
 
         A block that is not full is of one request alone. At the end of a full one it is a guess: who is
         wrong about it has his tokens copied, or computed, again.
         """
         own = self._all[source]
-        if not length or length < len(tokens) or own.used == self._step:
+        if not length or own.used == self._step:
             return False
         if not self._keeps or len(own.tokens) == length:
             return self._writer[blocks[(length - 1) // BLOCK_SIZE]] == source

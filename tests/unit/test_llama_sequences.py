@@ -45,10 +45,13 @@ class FakeContext:
         self.max_tokens, self.cells, self.states = max_tokens, cells, states
         self.sequences: list[list[Cell]] = [[] for _ in range(count)]
         self.broken = False
+        self.works_for = 1 << 30  # batches, then it is broken
+        self.batches = 0
 
     def decode(self, ids, positions, sequences, wanted):
         assert 0 < len(ids) <= self.max_tokens
-        if self.broken:
+        self.batches += 1
+        if self.broken or self.batches > self.works_for:
             raise DecodeError("libllama: broken")
         held = {id(cell) for sequence in self.sequences for cell in sequence}
         if not self.states and len(held) + len(ids) > self.cells:
@@ -264,3 +267,93 @@ def test_an_own_sequence_is_cut_and_not_copied() -> None:
     assert sequences.take(ids[:18], blocks, *source) == (sequence, 18)
     assert len(context.sequences[sequence]) == 18
     sequences.check_invariants()
+
+
+def same_prompts(tokens: int = 40) -> Loop:
+    """Two requests, of which the second finds in the first step what that step computes for the first."""
+    loop = Loop(random.Random(1), False, 64, 8, 2, 128)
+    loop.scheduler.drafter = None
+    for _ in range(2):
+        loop.add([1, 2, 3, 4] * (tokens // 4), 8)
+    return loop
+
+
+def test_what_one_step_computes_and_shares_comes_first() -> None:
+    loop = same_prompts()
+    loop.step()
+    assert loop.context.batches == 2, "the first one's tokens, then those of who shares them"
+    loop.finish()
+    assert [r.num_cached_tokens for r in loop.requests] == [0, 32]
+    assert loop.stage.counters() == {"recomputed_tokens": 0}
+
+
+def test_a_step_that_failed_half_way_leaves_nothing() -> None:
+    loop = same_prompts()
+    loop.context.works_for = 1
+    loop.step()
+    loop.context.works_for = 1 << 30
+    assert not any(loop.context.sequences)
+    loop.add([1, 2, 3, 4] * 10, 8)
+    loop.finish()
+    assert [r.finish_reason and r.finish_reason.value for r in loop.requests] == ["error", "error", "length"]
+
+
+def test_states_are_never_shared() -> None:
+    """Another request that begins alike has its own sequence, and begins anew."""
+    context = FakeContext(512, 3, 64, True)
+    sequences = Sequences(context, 3, 32, False)
+    ids = np.arange(20, dtype=np.int32)
+    sequences.begin_step()
+    first, _ = sequences.take(ids[:0], np.array([1], np.int32), 0, 0)
+    sequences.extend(first, ids[:16], np.array([1], np.int32))
+    context.sequences[first] = [Cell(i) for i in range(16)]
+    sequences.begin_step()
+    own, other = np.array([1, 2], np.int32), np.array([5, 6], np.int32)
+    assert sequences.source(ids[:16], other) == (first, 16)
+    second, length = sequences.take(ids[:16], other, first, 16)
+    assert second != first and length == 0 and len(context.sequences[first]) == 16
+    assert sequences.take(ids[:16], own, *sequences.source(ids[:16], own)) == (first, 16)
+
+
+def test_a_sequence_is_not_given_away_twice_in_a_step() -> None:
+    context = FakeContext(512, 3, 64, False)
+    sequences = Sequences(context, 3, 32, True)
+    ids, blocks = np.arange(16, dtype=np.int32), np.array([1, 2], np.int32)
+    sequences.begin_step()
+    first, _ = sequences.take(ids[:0], blocks[:1], 0, 0)
+    sequences.extend(first, ids, blocks[:1])
+    context.sequences[first] = [Cell(i) for i in range(16)]
+    second, length = sequences.take(ids, blocks, *sequences.source(ids, blocks))
+    assert second != first and length == 16 and context.sequences[second] == context.sequences[first]
+
+
+def written(count: int, keeps: bool = True) -> tuple[Sequences, FakeContext]:
+    """Sequence n holds 20 tokens of its own in blocks 2n + 1 and 2n + 2; the first is the longest unused."""
+    context = FakeContext(512, count, 64, not keeps)
+    sequences = Sequences(context, count, 32, keeps)
+    for n in range(count):
+        sequences.begin_step()
+        nothing, blocks = np.empty(0, np.int32), np.array([2 * n + 1, 2 * n + 2], np.int32)
+        assert sequences.take(nothing, blocks[:1], 0, 0)[0] == n
+        sequences.extend(n, np.full(20, n, np.int32), blocks)
+        context.sequences[n] = [Cell(n)] * 20
+    sequences.begin_step()
+    return sequences, context
+
+
+def test_what_others_have_written_over_goes_first() -> None:
+    sequences, context = written(3)
+    sequences.block_changed(4)  # the second one's last
+    assert sequences.give_up(1) == 1
+    assert [len(held) for held in context.sequences] == [20, 0, 20]
+    assert sequences.give_up(9) == 2 and not any(context.sequences)
+
+
+def test_a_copied_block_is_nobodys() -> None:
+    """It has a sequence's tokens, but is not the request that wrote them: theirs stays whole."""
+    sequences, context = written(2)
+    sequences.block_changed(2)
+    known, blocks = np.zeros(18, np.int32), np.array([1, 2], np.int32)
+    context.sequences[1] = []
+    assert sequences.take(known, blocks, *sequences.source(known, blocks)) == (1, 18)
+    assert [len(held) for held in context.sequences] == [20, 18]
