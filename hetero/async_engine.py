@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from hetero.engine import DEVICE_UNAVAILABLE, WAIT_SECONDS, Engine
 from hetero.request import CLIENT, FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
+from hetero.screen import Placement
 from hetero.stats import EngineStats
 from hetero.text.grammar import Grammar, GrammarCompiler
 from hetero.text.service import TextService
@@ -34,7 +35,7 @@ DRAIN_POLL_SECONDS = 0.02
 class ModelInfo:
     """What is served. `n_ctx` bounds prompt and answer together; `created` is in unix seconds.
 
-    `max_num_seqs` requests are computed at a time.
+    `max_num_seqs` requests are computed at a time. `placements` and `notes`: what sits where, and why.
     """
 
     name: str
@@ -48,6 +49,8 @@ class ModelInfo:
     quantization: str
     created: int
     has_chat_template: bool
+    placements: tuple[Placement, ...] = ()
+    notes: tuple[str, ...] = ()
 
 
 class RequestStream:

@@ -94,9 +94,9 @@ def load(
     seqs, tokens = settings.max_num_seqs, settings.max_num_batched_tokens
     scheduler = Scheduler(kv, seqs, tokens, plan.max_model_len, runner.depth)
     engine = Engine(tokenizer, scheduler, runner, sampler, BLOCK_SIZE, speculation=speculation)
-    info = _model_info(prepared, settings, scheduler.max_model_len, template is not None)
     grammars, by_client = GrammarCompiler(tokenizer), settings.cache_scope == "key"
     places = _placements(prepared, stages, draft and draft[1])
+    info = _model_info(prepared, settings, scheduler.max_model_len, template is not None, places)
     return AsyncEngine(engine, tokenizer, template, grammars, info, by_client), places
 
 
@@ -298,7 +298,9 @@ def _placement(what: str, planned: StagePlan, stage: StageBackend) -> Placement:
     return Placement(planned.device, what, held["weights"], held["kv"], held["compute"])
 
 
-def _model_info(prepared: Prepared, settings: Settings, n_ctx: int, has_template: bool) -> ModelInfo:
+def _model_info(
+    prepared: Prepared, settings: Settings, n_ctx: int, has_template: bool, places: tuple[Placement, ...]
+) -> ModelInfo:
     from hetero.async_engine import ModelInfo
 
     return ModelInfo(
@@ -313,4 +315,6 @@ def _model_info(prepared: Prepared, settings: Settings, n_ctx: int, has_template
         quantization=quantization(prepared.gguf),
         created=int(prepared.model.path.stat().st_mtime),
         has_chat_template=has_template,
+        placements=places,
+        notes=prepared.plan.notes,
     )

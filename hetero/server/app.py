@@ -1,6 +1,7 @@
 """The HTTP application: routes, what wraps them, and how it is run and stopped.
 
-GET, HEAD  /health, /v1/health       200 while generation can progress, else 503 with the reason
+GET, HEAD  /                         a page that shows what /status has, and a box to try the model
+           /health, /v1/health       200 while generation can progress, else 503 with the reason
            /metrics                  Prometheus
            /v1/models, /v1/models/{id}
 POST       /v1/chat/completions, /v1/completions
@@ -33,6 +34,7 @@ from hetero.server.llamacpp import route as llamacpp
 from hetero.server.metrics import Metrics
 from hetero.server.ollama import models as ollama_models
 from hetero.server.ollama import route as ollama
+from hetero.server.page import route as page
 from hetero.server.protocol import Runner
 from hetero.server.responses.route import Responses
 from hetero.server.security import Gate, is_preflight
@@ -69,6 +71,7 @@ TELLING: dict[str, Callable[[Context], dict[str, Any]]] = {
     "/api/ps": ollama_models.ps,
     "/props": llamacpp.props,
     "/slots": llamacpp.slots,
+    "/status": page.status,
 }
 ACTIVE = web.AppKey("active", Active)
 
@@ -94,6 +97,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
         return await models.one_model(request, context)
 
     app.on_response_prepare.append(add_headers)
+    app.router.add_get("/", page.Page().handle)
     app.router.add_get("/health", health)
     app.router.add_get("/v1/health", health)
     app.router.add_get("/metrics", metrics.handle)

@@ -27,7 +27,8 @@ from hetero.server.errors import ApiError
 from hetero.server.settings import ServerSettings
 
 APP_SCHEMES = frozenset({"app", "tauri", "vscode-webview", "vscode-file"})
-PUBLIC_PATHS = frozenset({"/health"})  # for load balancers, which have no key
+# For load balancers, which have no key; and the page, which asks for one.
+PUBLIC_PATHS = frozenset({"/health", "/v1/health", "/"})
 _HOST = re.compile(r"(\[[0-9a-fA-F:.]+\]|[^:\[\]/@\s]+)(?::\d{1,5})?")
 
 

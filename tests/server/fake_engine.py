@@ -15,6 +15,7 @@ from typing import Any
 
 from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
+from hetero.screen import Placement
 from hetero.stats import DiskStats
 from hetero.text.parts import capabilities, parser_for
 from hetero.text.service import ChatPrompt
@@ -129,7 +130,8 @@ class FakeEngine:
         self.info = SimpleNamespace(
             name="fake-model", architecture="llama", n_ctx=512, n_vocab=N_VOCAB, kv_tokens=4096,
             max_num_seqs=4, n_params=135, size_bytes=1000, quantization="Q4_1",
-            created=1700000000, has_chat_template=True,
+            created=1700000000, has_chat_template=True, notes=("a note",),
+            placements=(Placement("CPU", "layers 0 to 3", 1000, 2000, 3000),),
         )  # fmt: skip
 
     @property
