@@ -169,7 +169,7 @@ async def test_noise(client: Client, noise: bytes) -> None:
         ("DELETE", "/v1/models", 405),
         ("POST", "/health", 405),
         ("OPTIONS", CHAT, 405),
-        ("GET", "/", 404),
+        ("GET", "/nothing", 404),
         ("POST", "/v1/nothing", 404),
         ("GET", "/v1/models/../x", 404),
         ("GET", "/v1/models/..%5Cx", 404),
