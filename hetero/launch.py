@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from hetero.async_engine import AsyncEngine, ModelInfo
     from hetero.draft_model import DraftModel
     from hetero.kv.disk_folder import DiskFolder
+    from hetero.kv.groups import KVGroup
     from hetero.pipeline.runner import Runner
     from hetero.speculation import Speculation
     from hetero.text.template import ChatTemplate
@@ -81,7 +82,7 @@ def load(
         # lets threads sleep at each barrier (a step of one token: 6 ms instead of 2). So the warm-up
         # has a thread of its own, which is gone before the engine's starts.
         with ThreadPoolExecutor(1) as once:
-            once.submit(_run_once, runner, len(plan.groups), draft and draft[0]).result()
+            once.submit(_run_once, runner, plan.groups, draft and draft[0]).result()
         if draft is not None and speculation is not None:
             speculation.draft_with(draft[0])
         show("ready", 1.0)
@@ -116,7 +117,7 @@ def _disk_folder(prepared: Prepared, settings: Settings) -> DiskFolder | None:
     """Before anything is loaded: whether the folder of --disk-cache can be used."""
     from hetero.kv.open_disk import DiskCacheError, open_folder
 
-    if settings.disk_cache is None:
+    if settings.disk_cache is None or prepared.facts.recurrent:  # the plan says why
         return None
     try:
         return open_folder(settings.disk_cache, prepared)
@@ -142,7 +143,7 @@ def open_runner(prepared: Prepared, settings: Settings, progress: ProgressCallba
 
     with showing_compilation(progress) as show:
         runner = Runner(open_stages(prepared, settings, show))
-        _run_once(runner, len(prepared.plan.groups))
+        _run_once(runner, prepared.plan.groups)
     return runner
 
 
@@ -264,11 +265,11 @@ def _device_errors() -> Iterator[None]:
         raise LaunchError(str(exc)) from exc
 
 
-def _run_once(runner: Runner, num_groups: int, draft: DraftModel | None = None) -> None:
+def _run_once(runner: Runner, groups: Sequence[KVGroup], draft: DraftModel | None = None) -> None:
     from hetero.pipeline.opening import run_once
 
     try:
-        run_once(runner, num_groups)
+        run_once(runner, groups)
         if draft is not None:
             draft.warm_up()
     except Exception as exc:  # whatever a device can say

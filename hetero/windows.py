@@ -97,8 +97,8 @@ def batches(groups: Sequence[KVGroup], window: np.ndarray, wanted: np.ndarray) -
         end = min(start + CHUNK, len(window))
         positions = np.arange(start, end, dtype=np.int32)
         blocks = np.arange(-(-end // BLOCK_SIZE), dtype=np.int32)
-        tables = [1 + blocks % (group.num_blocks - 1) for group in groups]
-        yield Batch(
+        tables = [1 + blocks % (group.num_blocks - 1) for group in groups if not group.recurrent]
+        batch = Batch(
             step_id=0,
             input_ids=window[start:end],
             positions=positions,
@@ -109,3 +109,7 @@ def batches(groups: Sequence[KVGroup], window: np.ndarray, wanted: np.ndarray) -
             logits_rows=(wanted[(wanted >= start) & (wanted < end)] - start).astype(np.int32),
             copies=[],
         )
+        if any(group.recurrent for group in groups):
+            batch.state_sources = np.array([1 if start else 0], np.int32)
+            batch.state_writes = np.array([[0, end - start, 1]], np.int32)
+        yield batch

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.mixture import expert_weights
 from backends.ggml.models.tensors import bias_of
 from backends.ggml.weights import Weights
+
+if TYPE_CHECKING:
+    from backends.cpu.states import CpuStates
 
 # what the quantizer does first, by the activation and whether there is no gate
 FUSED_ACTIVATIONS = {
@@ -43,9 +47,10 @@ class CpuGraphBuilder(GraphBuilder):
         rows: int,
         kv: CpuKV,
         packed: PackedWeights,
+        states: CpuStates | None,
     ):
         super().__init__(config, device, weights, rows)
-        self.kv, self.packed = kv, packed
+        self.kv, self.packed, self.states = kv, packed, states
         self._count_at = kv.header.word_address(TOKENS)  # where the number of real rows stands
         self._parameters: list[np.ndarray] = []  # the graph points into these
 
@@ -121,6 +126,16 @@ class CpuGraphBuilder(GraphBuilder):
             attend.attention_operator.address,
             self.kv.attention_parameters(layer),
         )
+
+    def gated_attention(self, layer: int, projections: Sequence[int]) -> int:
+        from backends.cpu.recurrent_graph import build_gated_attention  # compiled only where it is used
+
+        return build_gated_attention(self, layer, projections)
+
+    def recurrent(self, layer: int, x: int, norm: str | None) -> int:
+        from backends.cpu.recurrent_graph import build_recurrent  # compiled only where it is used
+
+        return build_recurrent(self, layer, x, norm)
 
     def argmax(self, logits: int) -> int | None:
         p = self._new_parameters(argmax.NUM_PARAMS)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 import numpy as np
 
@@ -19,6 +20,9 @@ from backends.ggml.probe import PLAIN, Verdicts, probe, turn_off_tiles
 from backends.ggml.weights import Progress, Weights, is_matrix
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
+
+if TYPE_CHECKING:
+    from backends.cpu.states import CpuStates
 
 EMBEDDING = "token_embd.weight"
 NO_LAYOUT = Layout((), [], None, None)
@@ -41,6 +45,7 @@ class CpuLayers:
         head: str | None,
         group_of: dict[int, int],
         num_blocks: Sequence[int],
+        num_states: int,
         kv_types: tuple[str, str],
         progress: Progress | None,
     ):
@@ -62,12 +67,29 @@ class CpuLayers:
         self.weights = Weights(gguf, plain, device, progress, {n: b for n, b in extra.items() if b})
         self._packed = PackedWeights(gguf, ours, device.threads, progress)
         self.weight_bytes = self.weights.nbytes + self._packed.nbytes
-        self.kv = CpuKV(config, device, self.weights, sorted(group_of), group_of, num_blocks, kv_types)
+        recurrent = [layer for layer in sorted(group_of) if config.is_recurrent(layer)]
+        attending = [layer for layer in sorted(group_of) if layer not in recurrent]
+        self.kv = CpuKV(config, device, self.weights, attending, group_of, num_blocks, kv_types)
+        self.states = self._open_states(recurrent, num_states)
+
+    def _open_states(self, layers: Sequence[int], num_states: int) -> CpuStates | None:
+        if not layers:
+            return None
+        from backends.cpu.states import CpuStates  # compiled only for models that have such layers
+
+        sizes = self._config.delta_net
+        assert sizes is not None
+        return CpuStates(sizes, self._config.norm_eps, self._device, self.weights, layers, num_states)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys, values and states."""
+        return self.kv.nbytes + (self.states.nbytes if self.states is not None else 0)
 
     def new_builder(
         self, rows: int, layout: Layout, kind: type[CpuGraphBuilder] = CpuGraphBuilder
     ) -> CpuGraphBuilder:
-        return kind(self._config, self._device, self.weights, rows, self.kv, self._packed)
+        return kind(self._config, self._device, self.weights, rows, self.kv, self._packed, self.states)
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
         """The kernels read block tables: the shape of a graph does not depend on what is attended."""
@@ -89,9 +111,13 @@ class CpuLayers:
 
     def set_step(self, g: GraphBuilder, batch: BatchLike, layout: Layout, upload: object) -> None:
         self.kv.header.set(batch)
+        if self.states is not None:
+            self.states.set(batch)
 
     def close(self) -> None:
         self.kv.close()
+        if self.states is not None:
+            self.states.close()
         self.weights.close()
 
 

@@ -82,7 +82,7 @@ def norm_factor(x: Emitter, source: Value, vectors: Value, eps: Value) -> Value:
     return x.b.fdiv(x.f32(1.0), root)
 
 
-def _sigmoid(x: Emitter, v: Value) -> Value:
+def sigmoid(x: Emitter, v: Value) -> Value:
     """1 / (1 + e^-v)."""
     minus = x.b.fneg(v)
     high = x.splat_f32(88.0)
@@ -94,7 +94,7 @@ def _sigmoid(x: Emitter, v: Value) -> Value:
 def _gelu(x: Emitter, v: Value) -> Value:
     """v * Phi(v) by the tanh form (arXiv 1606.08415): v * sigmoid(2 sqrt(2 / pi) (v + 0.044715 v^3))."""
     cubic = x.fma(x.fmul(v, v), x.splat_f32(_GELU_CUBIC), x.splat_f32(1.0))
-    return x.fmul(v, _sigmoid(x, x.fmul(x.fmul(v, cubic), x.splat_f32(_GELU_SCALE))))
+    return x.fmul(v, sigmoid(x, x.fmul(x.fmul(v, cubic), x.splat_f32(_GELU_SCALE))))
 
 
 _GELU_CUBIC = float(np.float32(0.044715))
@@ -107,7 +107,7 @@ def _oai(x: Emitter, gate: Value, up: Value) -> Value:
     gate = x.b.select(x.b.fcmp_ordered(">", gate, high), high, gate)
     up = x.b.select(x.b.fcmp_ordered(">", up, high), high, up)
     up = x.b.select(x.b.fcmp_ordered("<", up, low), low, up)
-    active = x.fmul(gate, _sigmoid(x, x.fmul(gate, x.splat_f32(_OAI_ALPHA))))
+    active = x.fmul(gate, sigmoid(x, x.fmul(gate, x.splat_f32(_OAI_ALPHA))))
     return x.fmul(active, x.fadd(up, x.splat_f32(1.0)))
 
 
@@ -143,7 +143,7 @@ def quantize_token(
             return _gelu(x, v)
         if mode == OAI:
             return _oai(x, v, x.load(other, at))
-        activated = x.fmul(v, _sigmoid(x, v)) if mode == SILU else _gelu(x, v)
+        activated = x.fmul(v, sigmoid(x, v)) if mode == SILU else _gelu(x, v)
         return x.fmul(activated, x.load(other, at))
 
     scale = x.splat(x.b.bitcast(x.b.trunc(factor, I32), F32))

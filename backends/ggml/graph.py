@@ -136,6 +136,26 @@ class GraphBuilder:
         """
         raise NotImplementedError  # backends.cpu.graph and paged_graph have one each
 
+    def gated_attention(self, layer: int, projections: Sequence[int]) -> int:
+        """`attention` where a gate is behind each head's query: the output is multiplied with its sigmoid.
+
+        Its value heads are as wide as its query heads.
+        """
+        lib, ctx, c = self.lib, self.context, self.config
+        query, *others = projections
+        dim, heads, rows = c.head_dim_k, c.n_head, self.rows_of(query)
+        strides = (8 * dim, 8 * dim * heads, 8 * dim * heads * rows)
+        q, gate = (
+            lib.reshape_2d(ctx, lib.cont(ctx, half), heads * dim, rows)
+            for half in (lib.view_4d(ctx, query, dim, heads, rows, 1, *strides, at) for at in (0, 4 * dim))
+        )
+        return lib.mul(ctx, self.attention(layer, [q, *others]), lib.sigmoid(ctx, gate))
+
+    def recurrent(self, layer: int, x: int, norm: str | None) -> int:
+        """What a recurrent layer makes of x, which is normed before if `norm` is a weight, and of the states
+        that its sequences have: [width of the output matrix' rows, T]. See models/delta_net.py."""
+        raise NotImplementedError  # backends.cpu.graph and paged_graph have one each
+
     def argmax(self, logits: int) -> int | None:
         """int32 [L] (see base.StageBackend.argmax), None where the device has no kernel for it."""
         return None

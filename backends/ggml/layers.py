@@ -50,6 +50,7 @@ class DeviceLayers:
         head: str | None,
         group_of: dict[int, int],
         num_blocks: Sequence[int],
+        num_states: int,
         kv_types: tuple[str, str],
         progress: Progress | None,
         host_layers: Sequence[int] = (),
@@ -107,6 +108,11 @@ class DeviceLayers:
                 name = GGML_TYPES[kind].name.lower()
                 raise DeviceError(f"device {device.info.name}: cannot attend keys or values kept as {name}")
         return bool(unpacked) and can_flash(TYPE_F16, TYPE_F16), bool(unpacked)
+
+    @property
+    def kv_bytes(self) -> int:
+        """Of keys, values and states."""
+        return self.kv.nbytes
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
         in_place = not self.unpacks

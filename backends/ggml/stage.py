@@ -45,6 +45,7 @@ class StageSpec:
     backends.kv_format.KV_TYPES. `host_slots[group]` blocks of a group have room in host memory; (): none.
     Of the model's layers with experts the first `host_experts` keep these in main memory, where
     `host_threads` threads multiply by them (0: one per core); on a CPU all are there anyway.
+    `num_states` slots hold states of recurrent layers, whose group is the one behind all in `num_blocks`.
     """
 
     first: int
@@ -60,6 +61,7 @@ class StageSpec:
     host_slots: tuple[int, ...] = ()
     host_experts: int = 0
     host_threads: int = 0
+    num_states: int = 0
 
 
 @dataclass(slots=True)
@@ -204,7 +206,7 @@ class GgmlStage:
     def memory(self) -> dict[str, int]:
         return {
             "weights": self._layers.weight_bytes,
-            "kv": self._layers.kv.nbytes,
+            "kv": self._layers.kv_bytes,
             "compute": self._lib.gallocr_get_buffer_size(self._allocator, 0),
             "experts": 0 if self._host_experts is None else self._host_experts.nbytes,
             "host": self._mover.host.nbytes,
@@ -238,7 +240,7 @@ class GgmlStage:
         names = stage_weights(self.config, gguf, spec.first, spec.last)
         head = self._head if self.is_last else None
         group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
-        pools = (group_of, spec.num_blocks, (spec.key_type, spec.value_type))
+        pools = (group_of, spec.num_blocks, spec.num_states, (spec.key_type, spec.value_type))
         start = (gguf, self.config, self.device)
         if not issubclass(kind, DeviceLayers):
             return kind(*start, names, self.is_first, head, *pools, progress)

@@ -37,10 +37,11 @@ def plan(settings: Settings, as_json: bool, calibrate: bool | None) -> int:
             prepared = prepare(settings, progress, measure)
     except LaunchError as exc:
         return fail(exc)
+    disk = None if prepared.facts.recurrent else settings.disk_cache
     if as_json:
-        print(json.dumps(as_table(prepared, settings.disk_cache), indent=2, ensure_ascii=False))
+        print(json.dumps(as_table(prepared, disk), indent=2, ensure_ascii=False))
         return 0 if prepared.plan.fits else 1
-    _show(prepared, settings.disk_cache)
+    _show(prepared, disk)
     try:
         require_fit(prepared)
     except LaunchError as exc:
@@ -113,6 +114,10 @@ def _show(prepared: Prepared, disk: FolderLimit | None = None) -> None:
 def _show_caches(prepared: Prepared, disk: FolderLimit | None) -> None:
     made, host = prepared.plan, prepared.host
     for group in made.groups:
+        if group.recurrent:
+            size = format_size(prepared.facts.state_bytes * len(group.layers))
+            print(f"states     {group.num_blocks}, of {size} each, for {len(group.layers)} recurrent layers")
+            continue
         span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
         print(f"KV blocks  {group.num_blocks}, for {len(group.layers)} layers that attend {span}")
     print(f"KV tokens  {made.kv_tokens}")

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.base import RECURRENT
-
 
 @dataclass(frozen=True, slots=True)
 class KVGroup:
@@ -15,17 +13,14 @@ class KVGroup:
     query at position p attends [max(0, p - window + 1), p]. `num_blocks` is the size of the
     group's pool. Group 0 is always the one with `window` None where a model has such layers.
 
-    Where `window` is RECURRENT, the layers' state after position p - 1 is what position p needs, and
-    `num_blocks` is a number of states: see hetero.kv.states. That group is always the last.
+    Where the layers are `recurrent`, their state after position p - 1 is what position p needs, and
+    `num_blocks` is a number of states: see hetero.kv.states. That group, whose `window` is 0, is the last.
     """
 
     layers: tuple[int, ...]
     window: int | None
     num_blocks: int
-
-    @property
-    def recurrent(self) -> bool:
-        return self.window == RECURRENT
+    recurrent: bool = False
 
     def first_needed(self, position: int) -> int:
         """The first position that the query at `position` attends."""

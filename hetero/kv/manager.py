@@ -221,7 +221,7 @@ class KVManager:
             if len(table) * self.block_size < computed + num_tokens:  # not so in most steps of a decode
                 room = len(table) + max(0, pool.num_available - kept)
                 num_tokens = min(num_tokens, room * self.block_size - computed)
-        if self.recurrent and known and num_tokens > 0 and not states.reserve(self, cursor, num_tokens):
+        if self.recurrent and known and num_tokens > 0 and not states.reserve(self, cursor, num_tokens, kept):
             return 0
         for g, table in enumerate(tables):
             for _ in range(self.num_blocks(computed + num_tokens) - len(table)):

@@ -29,13 +29,17 @@ if TYPE_CHECKING:
     from hetero.kv.cursor import Cursor
     from hetero.kv.manager import KVManager
 
-PER_REQUEST = 2  # slots: where it is, and its last border; for a moment one more that others have too
+PER_REQUEST = 2  # slots: where it is, and its last border, or what it begins with and others have too
+KEPT_FREE = 4  # one in so many slots is neither for borders nor for marks, but for requests to come
 APART_BLOCKS = 128  # blocks of a prompt between states that are kept while slots are free
 WORTH_WAITING = 4  # blocks that another request computes now, and this one would compute again
 
 
-def reserve(kv: KVManager, cursor: Cursor, num_tokens: int) -> bool:
-    """Slots for the states that the next `num_tokens` tokens leave. False: not even for the last one."""
+def reserve(kv: KVManager, cursor: Cursor, num_tokens: int, kept: int) -> bool:
+    """Slots for the states that the next `num_tokens` tokens leave. False: not even for the last one.
+
+    Leaves `kept` slots for others.
+    """
     request, g, size = cursor.request, kv.state_group, kv.block_size
     assert g is not None
     pool, table = kv.pools[g], request.block_tables[g]
@@ -47,14 +51,14 @@ def reserve(kv: KVManager, cursor: Cursor, num_tokens: int) -> bool:
         return True  # as in most steps of a decode
     border = (start + num_tokens) // size - 1
     own = _own_slots(kv, table, first, border)
-    if not own and not pool.num_available:
+    if not own and pool.num_available <= kept:
         return False
     table += [SCRATCH_BLOCK] * (last + 1 - len(table))
     table[last] = own.pop(0) if own else _take(kv)
     if first <= border < last:
-        table[border] = own.pop(0) if own else _take(kv) if pool.num_available else SCRATCH_BLOCK
+        table[border] = own.pop(0) if own else _take(kv) if _has_spare(kv, kept) else SCRATCH_BLOCK
     for i in range(first, last):
-        if table[i] == SCRATCH_BLOCK and _is_due(kv, cursor, i):
+        if table[i] == SCRATCH_BLOCK and _is_due(kv, cursor, i, kept):
             table[i] = _take(kv)
     for slot in own:
         pool.release(slot)
@@ -91,13 +95,20 @@ def _take(kv: KVManager) -> int:
     return slot
 
 
-def _is_due(kv: KVManager, cursor: Cursor, i: int) -> bool:
+def _has_spare(kv: KVManager, kept: int) -> bool:
+    """Whether a slot can be had for what would be good to keep."""
+    assert kv.state_group is not None
+    pool = kv.pools[kv.state_group]
+    return pool.num_available > max(kept, pool.num_usable // KEPT_FREE)
+
+
+def _is_due(kv: KVManager, cursor: Cursor, i: int, kept: int) -> bool:
     """Whether the state behind block number `i` gets a slot of its own."""
     assert kv.state_group is not None
     pool = kv.pools[kv.state_group]
     if i in cursor.marks or i == _prompt_end(kv, cursor.request):
-        return pool.num_available > 0
-    return pool.num_free > 0 and _is_periodic(kv, cursor.request, i)
+        return _has_spare(kv, kept)
+    return pool.num_free > kept and _is_periodic(kv, cursor.request, i)
 
 
 def is_wanted(kv: KVManager, cursor: Cursor, i: int) -> bool:
@@ -117,6 +128,16 @@ def _prompt_end(kv: KVManager, request: Request) -> int:
 
 def _is_periodic(kv: KVManager, request: Request, i: int) -> bool:
     return (i + 1) % APART_BLOCKS == 0 and i < _prompt_end(kv, request)
+
+
+def missing(kv: KVManager, request: Request) -> int:
+    """Slots that the request needs beside its own: it writes where it is, unless others begin there too."""
+    g = kv.state_group
+    assert g is not None
+    table = request.block_tables[g] if request.block_tables else []
+    if not table:
+        return 1
+    return int(kv.pools[g].owner(table[-1]) is not None or kv.pools[g].ref_counts[table[-1]] > 1)
 
 
 def use_state(kv: KVManager, cursor: Cursor, num_tokens: int) -> StateUse:

@@ -18,7 +18,7 @@ CLOSE         {}
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, field, fields
 from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
@@ -32,7 +32,7 @@ from hetero.pipeline.channel import ALIGNMENT, Message, WireError
 from hetero.plan.planner import BLOCK_SIZE
 
 T = TypeVar("T")
-_PER_STEP = 8  # arrays beside those of the groups and hidden rows
+_PER_STEP = 10  # arrays beside those of the groups and hidden rows
 MAX_GROUPS = 16
 MAX_SECONDS = 1e6  # no step takes as long
 
@@ -52,6 +52,8 @@ class WireBatch:
     only_argmax: bool
     spills: Sequence[BlockMove] = ()
     loads: Sequence[BlockMove] = ()
+    state_sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
+    state_writes: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
 
 def open_header(
@@ -85,6 +87,7 @@ def read_stage(header: dict[str, Any]) -> StageSpec:
         spec.max_logits,
         spec.depth,
         spec.max_context,
+        spec.num_states,
         *spec.num_blocks,
         *spec.host_slots,
         spec.host_experts,
@@ -116,14 +119,19 @@ def step_arrays(batch: BatchLike, hidden: np.ndarray | None) -> list[np.ndarray]
     input_ids, positions, context_lens, cu_seqlens_q, logits_rows   int32, as in hetero.batch.Batch
     copies                                  int32 [n, 3]: group, source block, target block
     spills, loads                           int32 [n, 3]: group, block, host slot
+    state_sources, state_writes             int32, as in hetero.batch.Batch
     slot_mapping x G, block_tables x G      int32
     hidden                                  float32 [T, n_embd], unless the stage is the first
     """
     copies = [(c.group, c.src, c.dst) for c in batch.copies]
     moves = [[(m.group, m.block, m.slot) for m in moves] for moves in (batch.spills, batch.loads)]
     triples = [np.array(rows, np.int32).reshape(-1, 3) for rows in (copies, *moves)]
+    states = (batch.state_sources, batch.state_writes)
     arrays = [batch.input_ids, batch.positions, batch.context_lens, batch.cu_seqlens_q, batch.logits_rows]
-    arrays = [np.asarray(a, np.int32) for a in (*arrays, *triples, *batch.slot_mapping, *batch.block_tables)]
+    arrays = [
+        np.asarray(a, np.int32)
+        for a in (*arrays, *triples, *states, *batch.slot_mapping, *batch.block_tables)
+    ]
     return arrays if hidden is None else [*arrays, hidden]
 
 
@@ -143,7 +151,7 @@ def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch,
     ints = arrays[: _PER_STEP + 2 * expected]
     if any(a.dtype != np.int32 for a in ints):
         raise WireError("a step's indices are not int32")
-    ids, positions, context, cu, rows, copies, spills, loads, *rest = ints
+    ids, positions, context, cu, rows, copies, spills, loads, sources, writes, *rest = ints
     slots, tables = rest[:expected], rest[expected:]
     size, count = len(context) if context.ndim == 1 else -1, len(ids) if ids.ndim == 1 else -1
     shapes = [(positions, (count,)), (cu, (size + 1,)), (rows, (len(rows),)), *((s, (count,)) for s in slots)]
@@ -159,14 +167,19 @@ def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch,
     reach = min(t.shape[1] for t in tables) * BLOCK_SIZE if tables else 0
     if not (_within(positions, reach) and _within(context - 1, reach)):
         raise WireError("a step's positions lie outside of its block tables")
+    if not _states_fit(sources, writes, np.diff(cu), spec.num_states):
+        raise WireError("a step's states are not where states can be")
     copied = [BlockCopy(*row) for row in _checked(copies, blocks, blocks, "a copy outside of the KV pools")]
     what = "a move outside of the KV pools or of host memory"
-    moved = [[BlockMove(*row) for row in _checked(m, blocks, host_slots, what)] for m in (spills, loads)]
+    out, back = ([BlockMove(*row) for row in _checked(m, blocks, host_slots, what)] for m in (spills, loads))
     hidden = arrays[-1] if with_hidden else None
     if hidden is not None and (hidden.dtype != np.float32 or hidden.shape != (count, width)):
         raise WireError("hidden rows of the wrong shape")
     only_argmax = message.header.get("only_argmax") is True
-    return WireBatch(ids, positions, slots, tables, context, cu, rows, copied, only_argmax, *moved), hidden
+    batch = WireBatch(
+        ids, positions, slots, tables, context, cu, rows, copied, only_argmax, out, back, sources, writes
+    )
+    return batch, hidden
 
 
 def result_of(
@@ -213,7 +226,7 @@ def largest_step(spec: StageSpec, width: int) -> int:
     tables = 4 * groups * sequences * max(spec.num_blocks, default=0)
     # each copy and each load has a block of its own to write to; what is spilled is a block that was filled
     copies = 12 * sum(spec.num_blocks) * (3 if any(spec.host_slots) else 1)
-    vectors = 4 * tokens * (2 + groups) + 4 * (3 * sequences + 1)
+    vectors = 4 * tokens * (2 + groups) + 4 * (4 * sequences + 1) + 12 * spec.num_states
     hidden = 0 if spec.first == 0 else 4 * tokens * width
     return tables + copies + vectors + hidden + ALIGNMENT * (_PER_STEP + 2 * groups + 1)
 
@@ -226,6 +239,23 @@ def largest_result(rows: int, width: int) -> int:
 def one_line(error: object) -> str:
     """An error's text for a user or a log: one line, bounded."""
     return " ".join(str(error).split())[:500] or type(error).__name__
+
+
+def _states_fit(sources: np.ndarray, writes: np.ndarray, counts: np.ndarray, num_states: int) -> bool:
+    """Whether all slots are there, and each row is one of its sequence's: in the order of both.
+
+    A step of a model with states may also use none.
+    """
+    size = len(sources)
+    if size not in ((0, len(counts)) if num_states else (0,)) or not _within(sources, num_states):
+        return False
+    if sources.ndim != 1 or writes.shape != (len(writes), 3):
+        return False
+    sequences, rows, slots = writes.T
+    if not (_within(sequences, size) and _within(slots - 1, num_states - 1)):
+        return False
+    ascending = np.diff(sequences.astype(np.int64) << 32 | rows) > 0
+    return bool(((rows > 0) & (rows <= counts[sequences])).all() and ascending.all())
 
 
 def _within(values: np.ndarray, end: int) -> bool:

@@ -136,16 +136,17 @@ def stage_spec(
         first=layers[0],
         last=layers[1],
         group_of={layer: g for g, group in enumerate(groups) for layer in group.layers},
-        num_blocks=tuple(group.num_blocks for group in groups),
+        num_blocks=tuple(group.num_blocks for group in groups if not group.recurrent),
         max_tokens=max_tokens,
         max_logits=max_logits,
         depth=depth,
         max_context=max_context,
         key_type=types.keys,
         value_type=types.values,
-        host_slots=host_slots,
         host_experts=host_experts,
         host_threads=host_threads,
+        host_slots=host_slots if any(host_slots) else (),
+        num_states=sum(group.num_blocks for group in groups if group.recurrent),
     )
 
 
@@ -155,11 +156,12 @@ def attended_in_place(choices: Sequence[DeviceChoice], depth: int = 1) -> int:
     return 0 if all(choice.own_kernels for choice in choices) else MAX_VIEWS * depth
 
 
-def run_once(runner: Runner, num_groups: int) -> None:
+def run_once(runner: Runner, groups: Sequence[KVGroup]) -> None:
     """Compute a chunk and a single token in the scratch block: what is slow once is then done.
 
     Raises the error of a step that fails.
     """
+    num_groups = sum(not group.recurrent for group in groups)
     for count in (CHUNK, 1):
         batch = Batch(
             step_id=0,

@@ -98,6 +98,8 @@ def _open(
         config = read_config(gguf)
     except (ModelError, GGUFError, ConfigError) as exc:
         raise PlanError(f"--spec draft:{name}: {exc}") from None
+    if config.delta_net is not None:
+        raise PlanError(f"--spec draft:{name}: it has recurrent layers, which cannot take guesses back")
     difference = vocabulary_difference(main, gguf)
     if difference:
         raise PlanError(f"--spec draft:{name}: its vocabulary is not the model's: {difference}")

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+from backends.base import RECURRENT
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.host import usable_cores
 from hetero.plan.planner import ModelFacts
@@ -44,6 +45,7 @@ def estimate(facts: ModelFacts, classes: Sequence[int], choice: DeviceChoice, ro
             tuple(
                 layer_seconds(layer, rows)
                 + rows * min(x, facts.layer_windows[layer] or x) * kv_bytes[layer] / bandwidth
+                + rows * 2 * (facts.layer_windows[layer] == RECURRENT) * facts.state_bytes / bandwidth
                 for x in CONTEXTS
             )
             for rows in TOKENS

@@ -37,6 +37,8 @@ def model_facts(
     heads = max(config.n_head * h.dim_k + h.n * (h.dim_k + h.dim_v) for h in _kinds(config))
     mixture = config.mixture
     experts = 0 if mixture is None else mixture.used * (config.n_embd + mixture.width) + mixture.shared_width
+    if config.delta_net is not None:
+        heads = max(2 * heads, config.delta_net.conv_width + config.delta_net.value_width)
     row = LIVE_ROWS * (config.n_embd + max(experts, config.n_ff) + heads) * F32_BYTES
     sizes = {name: info.nbytes for name, info in gguf.tensors.items()}
     factors = rope_tensors(config)
@@ -65,6 +67,7 @@ def model_facts(
         rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,
         host_experts=host_experts,
         moved_bytes=tuple(int(REPACKED * size) for size in moved) if host_experts else (),
+        state_bytes=config.delta_net.state_bytes if config.delta_net else 0,
     )
     return with_kv_types(facts, config, limits, kv_types)
 
@@ -97,6 +100,8 @@ def types_on(config: ModelConfig, wanted: KVTypes, own_kernels: bool) -> KVTypes
 
 def token_bytes(config: ModelConfig, layer: int, types: KVTypes) -> int:
     """Keys and values of a token in a layer."""
+    if config.is_recurrent(layer):
+        return 0
     heads = config.heads_of(layer)
     return heads.n * (row_bytes(types.keys, heads.dim_k) + row_bytes(types.values, heads.dim_v))
 

@@ -13,6 +13,7 @@ from hetero.settings import OFF
 from hetero.sizes import format_size
 
 WRITTEN_BEHIND = 64  # blocks, beside a context that comes from the disk
+NO_STATES = "states of recurrent layers stay on their devices, and contexts with them"
 SPARE = 0.9  # of the free memory, the most that may be promised
 
 
@@ -68,7 +69,7 @@ def plan_host(
     held = (stage.total_bytes for stage in plan.stages if in_main_memory(choices[stage.index]))
     left = free_bytes - sum(held) - plan.host_bytes
     host = _decide(ram_cache, facts, plan, choices, left)
-    if not disk or any(host.slots):
+    if not disk or facts.recurrent or any(host.slots):
         return host
     longest = -(-plan.max_model_len // BLOCK_SIZE)
     fitting = _slots(int(SPARE * max(0, left)), plan.groups, host.block_bytes)
@@ -84,6 +85,8 @@ def _decide(
 ) -> HostPlan:
     sizes = block_bytes(facts, plan)
     none = (0,) * len(sizes)
+    if facts.recurrent:
+        return HostPlan(none, sizes, NO_STATES)
     used = [(stage, choices[stage.index]) for stage in plan.stages]
     if ram_cache == OFF:
         return HostPlan(none, sizes, "--ram-cache off")

@@ -24,6 +24,7 @@ from hetero.plan.experts import (
 )
 from hetero.plan.facts import layer_classes, model_facts, with_kv_types
 from hetero.plan.forecast import Forecast, forecast
+from hetero.plan.host_memory import NO_STATES
 from hetero.plan.measured import cached_times, measured_times
 from hetero.plan.planner import Limits, ModelFacts, Place, Plan, format_size_of, make_plan
 from hetero.plan.problem import SplitProblem
@@ -87,7 +88,11 @@ def plan_model(
         format_size_of(name, made.plan, with_kv_types(facts, config, limits, types), limits, places)
         for name, types in _formats(config)
     )
-    return replace(made, plan=with_experts(replace(made.plan, formats=formats), facts, settings.cpu_moe))
+    notes = made.plan.notes
+    if facts.recurrent and (settings.disk_cache is not None or settings.ram_cache > 0):
+        notes += (f"--ram-cache and --disk-cache are without effect: {NO_STATES}",)
+    plan = replace(made.plan, formats=formats, notes=notes)
+    return replace(made, plan=with_experts(plan, facts, settings.cpu_moe))
 
 
 def _host_experts(

@@ -8,7 +8,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from backends.base import BLOCK_SIZE
+from backends.base import BLOCK_SIZE, RECURRENT
 from backends.ggml.attention_layout import GATHERED
 from hetero.kv.groups import KVGroup
 from hetero.kv_types import F16, KVTypes
@@ -16,6 +16,9 @@ from hetero.plan.sizes import Limits, ModelFacts, Place
 from hetero.sizes import format_size
 
 SHARE = 0.25  # of a memory that programs share, for the KV cache that nobody sized
+STATE_TOKENS = 2048  # of the KV cache, for each state of recurrent layers that is kept
+REQUEST_TOKENS = 1024  # likewise for each that a request has for itself
+LEAST_STATES = 4
 MOST_GAINED = 4  # times the tokens that another format may hold in the same memory; they take 1 to 2 bytes
 WINDOW_ROOM = 2  # windowed pools are this many times what the running requests need, for cached tails
 
@@ -118,21 +121,33 @@ def kv_groups(
     max_num_batched_tokens: int,
     block_size: int = BLOCK_SIZE,
 ) -> tuple[KVGroup, ...]:
-    """Layers by attention span, full attention first, with the blocks that `kv_tokens` tokens need.
+    """Layers by attention span, full attention first, with the blocks that `kv_tokens` tokens need; at last
+    recurrent ones with states for as many requests as these tokens are likely to serve.
 
     Block 0 of each pool is a scratch block on top. A windowed group never holds more than what its
     running requests can attend, twice over, so that tails of finished requests stay reusable.
     """
-    windows = sorted(set(layer_windows), key=lambda w: (w is not None, w or 0))
+    windows = sorted(set(layer_windows), key=lambda w: (w == RECURRENT, w is not None, w or 0))
     groups = []
     for window in windows:
+        layers = tuple(i for i, w in enumerate(layer_windows) if w == window)
+        if window == RECURRENT:
+            groups.append(KVGroup(layers, 0, 1 + num_states(kv_tokens, max_num_seqs), recurrent=True))
+            continue
         tokens = kv_tokens
         if window is not None:
             live = max_num_seqs * (window + 2 * block_size) + max_num_batched_tokens
             tokens = min(kv_tokens, WINDOW_ROOM * live)
-        layers = tuple(i for i, w in enumerate(layer_windows) if w == window)
         groups.append(KVGroup(layers, window, 1 + -(-tokens // block_size)))
     return tuple(groups)
+
+
+def num_states(kv_tokens: int, max_num_seqs: int) -> int:
+    """States of recurrent layers beside a KV cache of so many tokens: for its requests, and for what others
+    may begin with. A state takes as much memory as the keys and values of some 2,000 tokens.
+    """
+    running = min(max_num_seqs, kv_tokens // REQUEST_TOKENS)
+    return max(LEAST_STATES, running + min(2 * max_num_seqs, kv_tokens // STATE_TOKENS))
 
 
 def kv_bytes(groups: Sequence[KVGroup], bytes_per_token: Sequence[int], block_size: int = BLOCK_SIZE) -> int:
@@ -146,7 +161,10 @@ def layer_kv_bytes(facts: ModelFacts, limits: Limits, tokens: int, places: Itera
     sizes = [0] * facts.n_layer
     for group in _groups(facts, limits, tokens):
         for layer in group.layers:
-            sizes[layer] = group.num_blocks * BLOCK_SIZE * max(kind[layer] for kind in kinds)
+            if group.recurrent:
+                sizes[layer] = group.num_blocks * facts.state_bytes
+            else:
+                sizes[layer] = group.num_blocks * BLOCK_SIZE * max(kind[layer] for kind in kinds)
     return sizes
 
 

@@ -50,9 +50,10 @@ class Probe:
         sequences, context, attended, chunk = sizes
         self._config, (self._first, self._last) = config, layers
         groups = kv_groups(config.layer_windows, context, sequences, chunk)
-        self._num_groups = len(groups)
+        self._recurrent = groups[-1].recurrent
+        self._num_groups = len(groups) - self._recurrent
         token = sum(token_bytes(config, layer, types) for layer in range(*layers))
-        affordable = POOL_BYTES // (BLOCK_SIZE * token)
+        affordable = POOL_BYTES // max(1, BLOCK_SIZE * token)
         least = -(-max(context, chunk, BLOCK_SIZE) // BLOCK_SIZE)
         self._blocks = max(least, min(affordable, -(-attended // BLOCK_SIZE)))  # block 0 on top
         spec = StageSpec(
@@ -64,6 +65,7 @@ class Probe:
             max_logits=sequences,
             key_type=types.keys,
             value_type=types.values,
+            num_states=1 + sequences if self._recurrent else 0,
         )
         rng = np.random.default_rng(0)
         rows = rng.standard_normal((spec.max_tokens, config.n_embd)).astype(np.float32)
@@ -120,7 +122,7 @@ class Probe:
         owners = np.repeat(np.arange(len(counts)), counts)
         slots = tables[owners, positions // BLOCK_SIZE] * BLOCK_SIZE + positions % BLOCK_SIZE
         ends = np.cumsum(counts).astype(np.int32)
-        return Batch(
+        batch = Batch(
             step_id=0,
             input_ids=self._ids[: len(positions)],
             positions=positions,
@@ -131,6 +133,11 @@ class Probe:
             logits_rows=logits_rows if self._last == self._config.n_layer else np.zeros(0, np.int32),
             copies=[],
         )
+        if self._recurrent:  # a slot for each sequence
+            states = 1 + np.arange(len(counts))
+            batch.state_sources = np.where(positions[ends - 1] >= counts, states, 0).astype(np.int32)
+            batch.state_writes = np.stack([states - 1, counts, states], axis=1).astype(np.int32)
+        return batch
 
 
 __all__ = ["Point", "Probe"]

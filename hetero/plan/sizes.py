@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from backends.base import BLOCK_SIZE
+from backends.base import BLOCK_SIZE, RECURRENT
 from hetero.kv_types import F16, KVTypes
 
 SPARE = 0.9  # of the free memory, the most that a plan may use
@@ -24,6 +24,7 @@ class ModelFacts:
     `plain_kv_bytes_per_token`; (): what `kv_types` take everywhere else. The experts of `host_experts`
     layers are in main memory whichever device has the layer: `moved_bytes[i]` (none: ()) of layer i, which
     are not among its `layer_bytes`.
+    A recurrent layer (window RECURRENT) has no keys and values; each of its states takes `state_bytes`.
     """
 
     n_ctx_train: int
@@ -42,6 +43,7 @@ class ModelFacts:
     plain_kv_types: KVTypes = F16
     host_experts: int = 0
     moved_bytes: tuple[int, ...] = ()
+    state_bytes: int = 0
 
     @property
     def host_bytes(self) -> int:
@@ -51,6 +53,10 @@ class ModelFacts:
     def token_bytes(self, plain: bool) -> tuple[int, ...]:
         """K and V of a token in each layer; `plain`: on a device without kernels of ours."""
         return (plain and self.plain_kv_bytes_per_token) or self.kv_bytes_per_token
+
+    @property
+    def recurrent(self) -> bool:
+        return RECURRENT in self.layer_windows
 
     @property
     def n_layer(self) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from backends.base import DeviceSpec
+from backends.base import RECURRENT, DeviceSpec
 from backends.ggml.devices import open_device
 from backends.ggml.models import ModelConfig, read_config
 from backends.ggml.stage import GgmlStage, StageSpec
@@ -40,19 +40,22 @@ class Driver:
         self.config = read_config(self.gguf)
         if change is not None:
             self.config = change(self.config)
-        windows = sorted(set(self.config.layer_windows), key=lambda w: (w is not None, w or 0))
+        found = set(self.config.layer_windows)
+        windows = sorted(found, key=lambda w: (w == RECURRENT, w is not None, w or 0))
         group_of = {layer: windows.index(w) for layer, w in enumerate(self.config.layer_windows)}
-        self.num_groups, self.num_blocks = len(windows), num_blocks
+        self.recurrent = RECURRENT in found
+        self.num_groups, self.num_blocks = len(windows) - self.recurrent, num_blocks
         spec = StageSpec(
             0,
             self.config.n_layer,
             group_of,
-            (num_blocks,) * len(windows),
+            (num_blocks,) * self.num_groups,
             max_tokens,
             max_logits=max_tokens,
             max_context=max_context,
             key_type=kv_types[0],
             value_type=kv_types[1],
+            num_states=num_blocks if self.recurrent else 0,
         )
         self.stage = kind(self.gguf, self.config, open_device(device, threads), spec)
 
@@ -61,7 +64,10 @@ class Driver:
         sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]],
         copies: Sequence[BlockCopy] = (),
     ) -> list[np.ndarray]:
-        """Compute (block table, start, token ids) of several sequences; logits of every token."""
+        """Compute (block table, start, token ids) of several sequences; logits of every token.
+
+        A sequence's state is in the slot with the number of its first block.
+        """
         counts = [len(ids) for _, _, ids in sequences]
         cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
         positions = np.concatenate([np.arange(s, s + len(i)) for _, s, i in sequences]).astype(np.int32)
@@ -81,6 +87,10 @@ class Driver:
             logits_rows=np.arange(cu[-1], dtype=np.int32),
             copies=list(copies),
         )
+        if self.recurrent:
+            batch.state_sources = np.array([table[0] * (s > 0) for table, s, _ in sequences], np.int32)
+            writes = [(i, n, sequences[i][0][0]) for i, n in enumerate(counts)]
+            batch.state_writes = np.array(writes, np.int32)
         self.stage.prepare(batch, None)
         logits = self.stage.compute().copy()
         return np.split(logits, cu[1:-1])

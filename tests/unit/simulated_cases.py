@@ -5,11 +5,11 @@ from __future__ import annotations
 import random
 from dataclasses import dataclass, field
 
-from backends.base import RECURRENT
 from hetero.kv.groups import KVGroup
 from hetero.request import Request
 from hetero.sampling.params import SamplingParams
 
+RECURRENT = 0  # in place of a window
 WINDOWS: list[list[int | None]] = [[None], [None], [None, 5], [None, 3, 9], [6], [3, 7], [None, None], [1]]
 STATES: list[list[int | None]] = [[None, RECURRENT], [None, RECURRENT], [None, 5, RECURRENT]]
 
@@ -47,7 +47,7 @@ def draw_case(rng: random.Random, tiers: bool = False) -> Case:
         least = longest // size if window is None else min(longest, window + 2 * size) // size
         ratio = rng.choice([1, 1, 1.2, 1.5] if turns else [0.7, 1, 1, 1.2, 1.5, 2, 5])
         blocks = 3 + rng.choice([0, 0, 1, 3, 8, 20]) if window == RECURRENT else 2 + int(least * ratio)
-        groups.append(KVGroup((len(groups),), window, blocks))
+        groups.append(KVGroup((len(groups),), window, blocks, recurrent=window == RECURRENT))
     stems = [[rng.randrange(3) for _ in range(rng.randrange(longest))] for _ in range(rng.randint(1, 3))]
     requests, arrivals, now = [], [], 0
     if turns:

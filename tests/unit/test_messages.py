@@ -187,6 +187,53 @@ def test_a_step_outside_of_the_pools(group: int, field: str, value: int) -> None
         messages.read_step(received(step, HIDDEN), SPEC, 64)
 
 
+STATES = replace(SPEC, num_states=4)
+
+
+def with_states(sources: list[int], writes: list[list[int]]) -> messages.WireBatch:
+    return replace(
+        batch(),
+        state_sources=np.array(sources, np.int32),
+        state_writes=np.array(writes, np.int32).reshape(-1, 3),
+    )
+
+
+def test_states_travel() -> None:
+    for step in (with_states([2, 0], [[0, 2, 1], [0, 3, 2], [1, 1, 3]]), with_states([2, 0], []), batch()):
+        got, _ = messages.read_step(received(step, HIDDEN), STATES, 64)
+        np.testing.assert_array_equal(got.state_sources, step.state_sources)
+        np.testing.assert_array_equal(got.state_writes, step.state_writes)
+        size = payload_bytes(messages.step_arrays(step, HIDDEN))
+        assert size <= messages.largest_step(STATES, 64)
+
+
+@pytest.mark.parametrize(
+    ("sources", "writes"),
+    [
+        ([2], []),
+        ([2, 4], []),
+        ([2, -1], []),
+        ([2, 0], [[0, 3, 4]]),
+        ([2, 0], [[0, 3, 0]]),
+        ([2, 0], [[0, 4, 1]]),
+        ([2, 0], [[0, 0, 1]]),
+        ([2, 0], [[2, 1, 1]]),
+        ([2, 0], [[-1, 1, 1]]),
+        ([2, 0], [[1, 1, 1], [0, 1, 2]]),
+        ([2, 0], [[0, 2, 1], [0, 2, 2]]),
+        ([], [[0, 1, 1]]),
+    ],
+)
+def test_states_that_cannot_be_right(sources: list[int], writes: list[list[int]]) -> None:
+    with pytest.raises(WireError, match="states"):
+        messages.read_step(received(with_states(sources, writes), HIDDEN), STATES, 64)
+
+
+def test_states_where_there_are_none() -> None:
+    with pytest.raises(WireError, match="states"):
+        messages.read_step(received(with_states([1, 0], []), HIDDEN), SPEC, 64)
+
+
 @pytest.mark.parametrize(
     "copy", [BlockCopy(2, 0, 0), BlockCopy(0, 5, 0), BlockCopy(1, 0, 7), BlockCopy(-1, 0, 0)]
 )

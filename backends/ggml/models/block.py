@@ -31,22 +31,31 @@ def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
     source, norm = x, w("attn_norm") if family.pre_norms else None
     if family.parallel:
         source, norm = g.norm(x, w("attn_norm")), None
-    attended = g.attention(layer, _projections(g, layer, source, norm))
+    attended, output = _mix(g, layer, source, norm), w("ssm_out" if c.is_recurrent(layer) else "attn_output")
     if keep is not None:
         attended, x = g.select(attended, keep), g.select(x, keep)
         source = g.select(source, keep) if family.parallel else x
     inputs, down = [w(name) for name in FFN_INPUTS[family.ffn]], w("ffn_down")
     if family.parallel:
-        x = g.linear(attended, w("attn_output"), residual=x)
+        x = g.linear(attended, output, residual=x)
         return g.feed_forward(source, None, inputs, down, residual=x)
     post = [w(n) if family.post_norms else None for n in ("post_attention_norm", "post_ffw_norm")]
-    x = _add(g, x, post[0], lambda residual: g.linear(attended, w("attn_output"), residual))
+    x = _add(g, x, post[0], lambda residual: g.linear(attended, output, residual))
     if c.has_experts(layer):
         return g.expert_ffn(layer, x)
     ffn_norm = w(family.ffn_norm) if family.pre_norms else None
     x = _add(g, x, post[1], lambda residual: g.feed_forward(x, ffn_norm, inputs, down, residual))
     scale = output_scale(c, layer)
     return x if scale is None else g.scaled_by(x, scale)
+
+
+def _mix(g: GraphBuilder, layer: int, x: int, norm: str | None) -> int:
+    """What each row takes from those before it, as the output matrix reads it."""
+    if g.config.is_recurrent(layer):
+        return g.recurrent(layer, x, norm)
+    projections = _projections(g, layer, x, norm)
+    gated = g.config.family.gated_attention
+    return g.gated_attention(layer, projections) if gated else g.attention(layer, projections)
 
 
 def _projections(g: GraphBuilder, layer: int, x: int, norm: str | None) -> Sequence[int]:

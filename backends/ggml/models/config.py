@@ -8,7 +8,8 @@ from typing import NamedTuple
 
 import numpy as np
 
-from backends.base import KVHeads
+from backends.base import RECURRENT, KVHeads
+from backends.ggml.models.delta_net import DeltaNet, read_delta_net, recurrent_layers
 from backends.ggml.models.families import FAMILIES, Family
 from backends.ggml.models.heads import Heads, read_heads
 from backends.ggml.models.metadata import Metadata, ModelError, NotNative
@@ -36,8 +37,8 @@ class Growth(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class ModelConfig:
-    """Sizes of a model. `layer_windows[i]` is the attention window of layer i, None for all tokens, and
-    `layer_ropes[i]` its RoPE, None for none.
+    """Sizes of a model. `layer_windows[i]` is the attention window of layer i, None for all tokens,
+    RECURRENT for none at all, and `layer_ropes[i]` its RoPE, None for none. `delta_net`: of recurrent layers.
 
     `n_ff` is the width of feed-forwards without experts, 0 where all layers have the `mixture`.
     Scores s of attention become c tanh(s / c) with c = `attention_softcap`, 0 for none; so do logits, after
@@ -70,6 +71,11 @@ class ModelConfig:
     layer_ropes: tuple[Rope | None, ...]
     present: frozenset[str]
     window_heads: KVHeads | None = None
+    delta_net: DeltaNet | None = None
+
+    def is_recurrent(self, layer: int) -> bool:
+        """Whether a layer has a state in place of keys and values."""
+        return self.layer_windows[layer] == RECURRENT
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and layer >= self.mixture.first_layer
@@ -136,6 +142,7 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         layer_windows=windows,
         layer_ropes=_ropes(meta, family, rope, heads.window_rot, windows),
         present=optional_tensors(gguf.tensors),
+        delta_net=read_delta_net(meta) if family.recurrent else None,
     )
     if layers is not None and not 0 <= layers[0] < layers[1] <= n_layer:
         raise ModelError(f"{gguf.path.name}: layers {layers[0]} to {layers[1]} of {n_layer}")
@@ -144,9 +151,12 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
 
 
 def _refuse_unbuilt(meta: Metadata, family: Family) -> None:
-    """What files for pictures have, or others of the family, and those that are built do not."""
+    """What files for pictures have, or others of the family, and those that are built do not.
+
+    Text has the same position in all sections but the last.
+    """
     sections = meta.get("rope.dimension_sections")
-    if isinstance(sections, list) and any(sections[:2]):
+    if isinstance(sections, list) and any(sections[3:] if family.recurrent else sections[:2]):
         raise NotNative(f"{meta.file}: {meta.prefix}.rope.dimension_sections: RoPE in sections is not built")
     if meta.get("deepstack_mapping") is not None:
         raise NotNative(f"{meta.file}: {meta.prefix}.deepstack_mapping: a vision model is not built")
@@ -156,6 +166,8 @@ def _refuse_unbuilt(meta: Metadata, family: Family) -> None:
 
 
 def _windows(meta: Metadata, family: Family, n_layer: int) -> tuple[int | None, ...]:
+    if family.recurrent:
+        return tuple(RECURRENT if flag else None for flag in recurrent_layers(meta, n_layer))
     window = meta.size("attention.sliding_window", 0, 1 << 30, family.window)
     if not window or not family.window_pattern:
         return (None,) * n_layer
@@ -178,8 +190,10 @@ def _ropes(
     turned = meta.flag("rope.scaling.finetuned", True) if family.no_rope == "switch" else True
     ropes: list[Rope | None] = []
     for layer, window in enumerate(windows):
-        left_out = (family.no_rope == "fourth" and layer % 4 == 3) or (
-            family.no_rope == "unwindowed" and window is None
+        left_out = (
+            window == RECURRENT
+            or (family.no_rope == "fourth" and layer % 4 == 3)
+            or (family.no_rope == "unwindowed" and window is None)
         )
         ropes.append(None if left_out or not turned else rope if window is None else windowed)
     return tuple(ropes)

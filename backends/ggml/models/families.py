@@ -31,6 +31,8 @@ class Family:
     weight, and keys in place of values where a layer has none. `unscaled_scores`: of attention.
     `window_heads`: layers with a window have heads of their own sizes. `unbuilt`: metadata of those members
     of the family that there is no builder for.
+    `recurrent`: most layers are gated delta nets (delta_net.py). `gated_attention`: the query matrix gives a
+    gate for each head's output too.
     """
 
     architecture: str
@@ -55,6 +57,8 @@ class Family:
     logit_softcap: float = 0.0
     divide_logits: bool = False
     mixture: MixtureOptions | None = None
+    recurrent: bool = False
+    gated_attention: bool = False
     sinks: bool = False
     value_norm: bool = False
     unscaled_scores: bool = False
@@ -183,6 +187,25 @@ FAMILIES: dict[str, Family] = {
         ),
         Family("smollm3", "SmolLM 3", rope_neox=False, no_rope="fourth"),
         Family("seed_oss", "Seed-OSS", rope_neox=True, ffn_norm="post_attention_norm"),
+        Family(
+            "qwen35",
+            "Qwen 3.5 and 3.6",
+            rope_neox=True,
+            qk_norm="heads",
+            ffn_norm="post_attention_norm",
+            recurrent=True,
+            gated_attention=True,
+        ),
+        Family(
+            "qwen35moe",
+            "Qwen 3.5 and 3.6 with experts",
+            rope_neox=True,
+            qk_norm="heads",
+            ffn_norm="post_attention_norm",
+            mixture=MixtureOptions(divided=True, shared=True, shared_gate=True),
+            recurrent=True,
+            gated_attention=True,
+        ),
         Family(
             "cohere2",
             "Command R7B, Command A",

@@ -34,9 +34,12 @@ def bias_of(weight: str) -> str:
 
 def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     """A block's tensors by name, as blk.3.attn_q.weight."""
-    shapes = _attention(config, layer) | _norms(config)
+    recurrent = config.is_recurrent(layer)
+    shapes = _norms(config) if recurrent else _attention(config, layer) | _norms(config)
     shapes |= _mixture(config) if config.has_experts(layer) else _feed_forward(config)
     found: Shapes = {}
+    if recurrent and config.delta_net is not None:
+        found = {f"blk.{layer}.{n}": s for n, s in config.delta_net.tensors(config.n_embd).items()}
     for name, shape in shapes.items():
         weight = f"blk.{layer}.{name}.weight"
         found[weight] = shape
@@ -89,7 +92,8 @@ def _attention(c: ModelConfig, layer: int) -> Shapes:
     if has_fused_qkv(c, layer):
         shapes: Shapes = {FUSED_QKV: (c.n_embd, q + k + v)}
     else:
-        shapes = {"attn_q": (c.n_embd, q), "attn_k": (c.n_embd, k), "attn_v": (c.n_embd, v)}
+        queries = 2 * q if c.family.gated_attention else q
+        shapes = {"attn_q": (c.n_embd, queries), "attn_k": (c.n_embd, k), "attn_v": (c.n_embd, v)}
     if has_keys_as_values(c, layer):
         del shapes["attn_v"]
     shapes["attn_output"] = (c.n_head * heads.dim_v, c.n_embd)
@@ -104,7 +108,7 @@ def _attention(c: ModelConfig, layer: int) -> Shapes:
 
 def has_fused_qkv(c: ModelConfig, layer: int) -> bool:
     """Whether a layer's query, key and value matrices are one."""
-    return f"blk.{layer}.{FUSED_QKV}.weight" in c.present
+    return f"blk.{layer}.{FUSED_QKV}.weight" in c.present and not c.family.recurrent
 
 
 def has_keys_as_values(c: ModelConfig, layer: int) -> bool:

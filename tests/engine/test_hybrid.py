@@ -1,0 +1,218 @@
+"""Models with recurrent layers: logits against libllama, and the same text in any company."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from driver import Driver
+from engine import answers as served
+from engine.answers import BASE, _run, answers
+from gguf_tools import Raw, rewrite
+from tiny_hybrid import tiny_hybrid
+from tiny_models import libllama_logits
+
+from hetero import launch
+from hetero.plan.make import GUESSED
+from hetero.prepare import LaunchError, prepare
+from quant.gguf import open_gguf
+
+BOUND = 2e-4  # of logits; keys and values are halfs here and float32 there
+VARIANTS = [
+    ("qwen35", {}),
+    ("qwen35", {"key_heads": 1, "value_heads": 3, "state_dim": 32, "taps": 3, "every": 3, "tied": True}),
+    ("qwen35moe", {"seed": 5}),
+    ("qwen35", {"n_layers": 5, "head_dim": 32, "n_rot": 32, "n_kv_heads": 1, "every": 2}),
+]
+
+
+def relative(got: np.ndarray, want: np.ndarray) -> float:
+    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
+
+
+def token_ids(count: int, seed: int = 0) -> list[int]:
+    return [int(i) for i in np.random.default_rng(seed).integers(3, 300, count)]
+
+
+@pytest.fixture(
+    scope="module", params=range(len(VARIANTS)), ids=[f"{a}-{i}" for i, (a, _) in enumerate(VARIANTS)]
+)
+def tiny(request, tmp_path_factory):
+    arch, options = VARIANTS[request.param]
+    path = tiny_hybrid(tmp_path_factory.mktemp("tiny") / "m.gguf", arch, **{"seed": request.param, **options})
+    driver = Driver(path, max_tokens=128)
+    yield path, driver
+    driver.close()
+
+
+def test_logits_in_any_chunks(tiny):
+    path, driver = tiny
+    ids = token_ids(100)
+    want = libllama_logits(path, ids)
+    whole = driver.logits(ids, 100)
+    assert relative(whole, want) <= BOUND
+    assert (whole.argmax(1) == want.argmax(1)).all()
+    for chunk in (1, 7, 32):
+        np.testing.assert_array_equal(driver.logits(ids, chunk, seed=chunk), whole)
+
+
+def test_sequences_of_different_lengths_in_one_batch(tiny):
+    _, driver = tiny
+    ids, lengths = token_ids(62), [1, 17, 40, 62]
+    tables = np.split(np.random.default_rng(7).permutation(np.arange(1, 197)), 4)
+    together = driver.step([(t, 0, ids[:n]) for t, n in zip(tables, lengths, strict=True)])
+    for n, got in zip(lengths, together, strict=True):
+        np.testing.assert_array_equal(got, driver.logits(ids[:n], chunk=7, seed=n))
+
+
+PARTS = ("ssm_conv1d.weight", "ssm_norm.weight", "ssm_alpha.weight", "ssm_beta.weight", "attn_gate.weight")
+
+
+@pytest.mark.parametrize("name", ["ssm_a", "ssm_dt.bias", *PARTS])
+def test_a_part_left_out_is_noticed(tmp_path, name):
+    """The comparison has teeth: without any one part of a layer the bound is exceeded by far."""
+    path, ids = tiny_hybrid(tmp_path / "m.gguf"), token_ids(60)
+    with open_gguf(path) as gguf:
+        full = f"blk.1.{name}"
+        raw = Raw("F32", gguf.tensors[full].shape, bytes(gguf.tensors[full].nbytes))
+    broken = Driver(rewrite(path, tmp_path / "broken.gguf", {}, {full: raw}))
+    assert relative(broken.logits(ids), libllama_logits(path, ids)) > 10 * BOUND
+    broken.close()
+
+
+def test_quantized_weights(tmp_path):
+    """Rounding activations to 8 bits: as far from libllama as it is from itself with flash attention."""
+    options = {"n_embd": 256, "n_ff": 512, "head_dim": 64, "state_dim": 64, "weight_type": "Q4_K"}
+    path, ids = tiny_hybrid(tmp_path / "m.gguf", **options), token_ids(80)
+    driver = Driver(path)
+    got = driver.logits(ids, 80)
+    want, flash = libllama_logits(path, ids), libllama_logits(path, ids, flash=True)
+    print(f"ours {relative(got, want):.4f}, libllama to itself {relative(flash, want):.4f}")
+    assert relative(got, want) <= max(0.05, 1.5 * relative(flash, want))
+    assert (got.argmax(1) == want.argmax(1)).mean() >= 0.9
+    np.testing.assert_array_equal(driver.logits(ids, 9, seed=1), got)
+    driver.close()
+
+
+@dataclasses.dataclass
+class Case:
+    path: Path
+    prompts: list[list[int]]
+    alone: list[list[int]]
+
+
+SETTINGS = dataclasses.replace(BASE, ctx=400, kv_tokens=32768, spec="off", threads=1)
+OUTPUT = 24
+
+
+@pytest.fixture(autouse=True)
+def unmeasured(monkeypatch):
+    """How fast two devices are makes no difference here."""
+    monkeypatch.setattr(served, "prepare", functools.partial(prepare, measure=GUESSED))
+
+
+@pytest.fixture(scope="module")
+def case(tmp_path_factory) -> Case:
+    """Prompts with common beginnings of any length, and what the model answers to each of them alone."""
+    path = tiny_hybrid(tmp_path_factory.mktemp("tiny") / "m.gguf", n_layers=8)
+    rng, stem, prompts = np.random.default_rng(3), token_ids(150, 9), []
+    for i in range(12):
+        shared = int(rng.integers(0, 150)) if i % 3 else 128
+        prompts.append(stem[:shared] + token_ids(int(rng.integers(1, 60)), i))
+    alone, _ = answers(path, SETTINGS, prompts, 1, tokens=OUTPUT)
+    assert len({tuple(a) for a in alone}) == len(prompts)
+    for prompt, answer in ((prompts[1], alone[1]), (prompts[5], alone[5])):
+        ids = prompt + answer
+        assert libllama_logits(path, ids)[len(prompt) - 1 : -1].argmax(1).tolist() == answer
+    return Case(path, prompts, alone)
+
+
+@pytest.mark.parametrize("chunk", [16, 50, 512])
+def test_in_company(case, chunk):
+    settings = dataclasses.replace(SETTINGS, max_num_batched_tokens=chunk)
+    out, stats = answers(case.path, settings, case.prompts, 8, tokens=OUTPUT)
+    assert out == case.alone
+    assert stats.cached_tokens > 200, "common beginnings are computed once, and left where they part"
+
+
+def test_from_a_warm_cache(case):
+    out, stats = answers(case.path, SETTINGS, case.prompts, 8, rounds=2, tokens=OUTPUT)
+    assert out == case.alone
+    again = sum((len(prompt) - 1) // 16 * 16 for prompt in case.prompts)
+    assert stats.cached_tokens >= again, "a prompt that comes again is found up to its last whole block"
+
+
+def test_with_preemption(case):
+    settings = dataclasses.replace(SETTINGS, kv_tokens=272, ctx=256)
+    out, stats = answers(case.path, settings, case.prompts, 32, tokens=OUTPUT)
+    assert out == case.alone
+    assert stats.preemptions > 0
+
+
+@pytest.mark.parametrize("isolate", ["off", "all"])
+def test_in_stages(case, isolate):
+    settings = dataclasses.replace(
+        SETTINGS,
+        device=("CPU:threads=1", "CPU:threads=1"),
+        split=(3, 5),
+        isolate=isolate,
+        max_num_batched_tokens=50,
+    )
+    out, stats = answers(case.path, settings, case.prompts, 8, tokens=OUTPUT)
+    assert out == case.alone
+    assert len(stats.stages) == 2 and stats.cached_tokens > 200
+
+
+class Knowing:
+    """A drafter that guesses right, but for every fourth token."""
+
+    def __init__(self, answers: list[list[int]]):
+        self.answers, self.right, self.wrong = answers, 0, 0
+
+    def draft(self, due, limits, num_tokens, room):
+        guesses = []
+        for request, limit in zip(due, limits, strict=True):
+            done = len(request.output_token_ids)
+            truth = self.answers[int(request.request_id)][done : done + min(5, limit)]
+            guess = [t if (done + i) % 4 else t - 1 for i, t in enumerate(truth)]
+            self.right += sum(a == b for a, b in zip(guess, truth, strict=True))
+            self.wrong += sum(a != b for a, b in zip(guess, truth, strict=True))
+            guesses.append(guess)
+        return guesses
+
+    def read(self, requests, num_tokens):
+        return
+
+
+@pytest.mark.parametrize("device", [(), ("CPU:threads=1", "CPU:threads=1")])
+def test_with_guesses(case, device):
+    """Right ones are taken, wrong ones leave no trace in a state."""
+    settings = dataclasses.replace(
+        SETTINGS, model=str(case.path), max_num_seqs=8, spec="ngram", device=device
+    )
+    engine = launch.load(served.prepare(settings), settings, lambda *_: None)[0]._engine
+    engine.speculation, engine.scheduler.drafter = None, Knowing(case.alone)
+    assert _run(engine, case.prompts, 8, OUTPUT) == case.alone
+    engine.check_invariants()
+    assert engine.scheduler.drafter.right > 50 and engine.scheduler.drafter.wrong > 50
+    assert engine.stats().steps < 3 * OUTPUT, "no guess was taken"
+    engine.close()
+
+
+def test_no_draft_model_with_states(case, smollm2_path):
+    settings = dataclasses.replace(SETTINGS, model=str(case.path), spec=f"draft:{case.path}")
+    with pytest.raises(LaunchError, match="cannot take guesses back"):
+        prepare(settings)
+
+
+def test_lower_tiers_are_left_out_and_said_so(case, tmp_path):
+    settings = dataclasses.replace(SETTINGS, model=str(case.path), ram_cache=1 << 28)
+    prepared = prepare(settings)
+    assert not any(prepared.host.slots)
+    assert any("without effect" in note for note in prepared.plan.notes)
