@@ -39,7 +39,7 @@ def slot_sizes(config: ModelSizes, spec: StageSpec) -> tuple[int, ...]:
     sizes = [0] * len(spec.num_blocks)
     for layer in range(spec.first, spec.last):
         heads, group = config.heads_of(layer), spec.group_of.get(layer)
-        if group is not None:
+        if group is not None and group < len(sizes):  # no states
             token = row_bytes(spec.key_type, heads.dim_k) + row_bytes(spec.value_type, heads.dim_v)
             sizes[group] += BLOCK_SIZE * heads.n * token
     return tuple(sizes)

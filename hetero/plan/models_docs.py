@@ -55,6 +55,8 @@ WORDS: dict[str, dict] = {
     "value_norm": {True: "norms of values"},
     "unscaled_scores": {True: "unscaled attention scores"},
     "window_heads": {True: "heads of other sizes in layers with a window"},
+    "recurrent": {True: "gated delta nets in most layers"},
+    "gated_attention": {True: "gated attention"},
 }
 
 

@@ -18,6 +18,7 @@ from gguf_tools import Raw, rewrite
 from tiny_hybrid import tiny_hybrid
 from tiny_models import libllama_logits
 
+from backends.ggml.models import FAMILIES
 from hetero import launch
 from hetero.plan.make import GUESSED
 from hetero.prepare import LaunchError, prepare
@@ -72,6 +73,10 @@ def test_sequences_of_different_lengths_in_one_batch(tiny):
 
 
 PARTS = ("ssm_conv1d.weight", "ssm_norm.weight", "ssm_alpha.weight", "ssm_beta.weight", "attn_gate.weight")
+
+
+def test_every_recurrent_family_is_here():
+    assert {arch for arch, _ in VARIANTS} == {name for name, family in FAMILIES.items() if family.recurrent}
 
 
 @pytest.mark.parametrize("name", ["ssm_a", "ssm_dt.bias", *PARTS])
