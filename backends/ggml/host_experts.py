@@ -102,6 +102,7 @@ class HostExperts:
             head=None,
             group_of={},
             num_blocks=(),
+            num_states=0,
             kv_types=("f16", "f16"),
             progress=progress,
         )

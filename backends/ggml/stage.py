@@ -240,14 +240,15 @@ class GgmlStage:
         names = stage_weights(self.config, gguf, spec.first, spec.last)
         head = self._head if self.is_last else None
         group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
-        pools = (group_of, spec.num_blocks, spec.num_states, (spec.key_type, spec.value_type))
+        types = (spec.key_type, spec.value_type)
+        pools = (group_of, spec.num_blocks, spec.num_states)
         start = (gguf, self.config, self.device)
         if not issubclass(kind, DeviceLayers):
-            return kind(*start, names, self.is_first, head, *pools, progress)
+            return kind(*start, names, self.is_first, head, *pools, types, progress)
         away = host_layers(self.config, spec.first, spec.last, spec.host_experts)
         elsewhere = {name for layer in away for name in host_tensors(self.config, layer)}
         names = [name for name in names if name not in elsewhere]
-        layers = kind(*start, names, self.is_first, head, *pools, progress, away)
+        layers = kind(*start, names, self.is_first, head, *pools, types, progress, away)
         if away:
             self._host_experts = HostExperts(
                 gguf, self.config, away, spec.host_threads, spec.max_tokens, progress
