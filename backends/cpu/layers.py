@@ -98,6 +98,9 @@ class CpuLayers:
     def largest_layout(self, rows: int, max_context: int) -> Layout:
         return NO_LAYOUT
 
+    def require_support(self, graph: int) -> None:
+        """Nothing to ask: the CPU has all operators, and ours are compiled for it."""
+
     def embed(self, g: GraphBuilder) -> tuple[int, int]:
         """(input of the graph, hidden rows)."""
         ids = g.input_i32(g.rows)

@@ -96,6 +96,16 @@ def can_flash_attend(
     return all(_supported(device, partial(attend, tokens)) for tokens in (1, TOKENS))
 
 
+def unsupported(device: Device, graph: int) -> str | None:
+    """The first operator of an allocated graph that the device lacks: ggml would end the process over it."""
+    lib = ggml()
+    for index in range(lib.graph_n_nodes(graph)):
+        node = lib.graph_node(graph, index)
+        if not lib.backend_dev_supports_op(device.handle, node):
+            return lib.op_desc(node).decode()
+    return None
+
+
 def _supported(device: Device, ask: AskFor) -> bool:
     """The device's answer for the operator that `ask` builds; also returns the tensors it keeps."""
     lib = ggml()

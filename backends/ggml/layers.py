@@ -17,6 +17,7 @@ from backends.ggml.capabilities import (
     can_multiply,
     can_multiply_experts,
     can_store,
+    unsupported,
 )
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder
@@ -150,6 +151,15 @@ class DeviceLayers:
             self.unpacks,
             self._host_layers,
         )
+
+    def require_support(self, graph: int) -> None:
+        """Raise DeviceError for a graph with an operator that the device lacks."""
+        lacking = unsupported(self._device, graph)
+        if lacking is not None:
+            family = self._config.family.architecture
+            raise DeviceError(
+                f"device {self._device.info.name}: has no operator {lacking}, which family {family} needs"
+            )
 
     def embed(self, g: GraphBuilder) -> tuple[int, int]:
         """(input of the graph, hidden rows): token ids, or the rows that the host looked up."""

@@ -125,6 +125,7 @@ SIGNATURES: dict[str, tuple] = {
     "custom_4d": ("base", P, P, I32, I64, I64, I64, I64, C.POINTER(P), I32, P, I32, P),
     "new_graph_custom": ("base", P, P, SIZE, BOOL),
     "build_forward_expand": ("base", None, P, P),
+    "op_desc": ("base", STR, P),
     "graph_n_nodes": ("base", I32, P),
     "graph_node": ("base", P, P, I32),
     "graph_add_node": ("base", None, P, P),

@@ -112,11 +112,12 @@ class GgmlStage:
         # the largest graph first: its compute buffer then serves all the others
         low = self._layers.min_rows
         rows = max(low, spec.max_tokens)
-        self._graph(
+        largest = self._graph(
             rows,
             max(low, spec.max_logits) if self.is_last else 0,
             self._layers.largest_layout(rows, spec.max_context),
         )
+        self._layers.require_support(largest.builder.graph)
         width = config.n_vocab if self.is_last else config.n_embd
         rows = spec.max_logits if self.is_last else spec.max_tokens
         # with a single stage a result is used before the next step starts

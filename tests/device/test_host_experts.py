@@ -11,6 +11,8 @@ from typing import Any
 
 import numpy as np
 import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "engine"))
 from driver import BLOCK, Driver
@@ -82,6 +84,17 @@ def test_what_padding_holds_stays_finite(pair: tuple[Driver, Driver]):
     ids = np.random.default_rng(6).integers(3, 300, 33).tolist()
     for chunk in (33, 5):
         assert np.isfinite(apart.logits(ids, chunk=chunk)).all()
+
+
+@settings(max_examples=15, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(steps=st.lists(st.tuples(st.integers(0, 5), st.integers(1, 40)), min_size=1, max_size=6))
+def test_steps_of_any_size_in_any_order(pair: tuple[Driver, Driver], steps: list[tuple[int, int]]):
+    """Graphs by layer and number of rows, in one buffer: each step gives what a stage without seams gives."""
+    whole, apart = pair
+    for seed, count in steps:
+        ids = np.random.default_rng(seed).integers(3, 300, count).tolist()
+        assert close_to(apart.logits(ids, chunk=count), whole.logits(ids, chunk=count))
+        apart.stage._host_experts.check_invariants()
 
 
 def test_weights_are_where_they_are_said_to_be(path: Path):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import gguf
@@ -16,9 +17,9 @@ from engine.driver import BLOCK, Driver
 from engine.reference import Rounded, forward
 from tiny_models import tiny_model
 
-from backends.ggml import endpoint, layers
+from backends.ggml import capabilities, endpoint, layers
 from backends.ggml.layers import DeviceLayers
-from backends.ggml.lib import TYPE_F16
+from backends.ggml.lib import TYPE_F16, ggml
 from backends.ggml.paged import KINDS
 from backends.ggml.stage import GgmlStage
 from hetero.batch import BlockCopy
@@ -124,6 +125,31 @@ def test_a_weight_that_the_device_cannot_multiply_is_named(
     monkeypatch.setattr(layers, "can_multiply", lambda *_: False)
     with pytest.raises(layers.DeviceError, match=r"cannot multiply by \S+weight, which is F32"):
         Driver(path, kind=PlainStage)
+
+
+def test_an_operator_that_the_device_lacks_is_named(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before ggml ends the process over it."""
+    monkeypatch.setattr(layers, "unsupported", lambda device, graph: "SWIGLU")
+    with pytest.raises(layers.DeviceError, match="device CPU: has no operator SWIGLU, which family "):
+        Driver(path, kind=PlainStage)
+
+
+def test_all_operators_of_a_graph_are_asked_for(path: Path) -> None:
+    plain = Driver(path, kind=PlainStage)
+    (graph,) = plain.stage._graphs.values()
+    asked = []
+    lib = SimpleNamespace(
+        graph_n_nodes=ggml().graph_n_nodes,
+        graph_node=ggml().graph_node,
+        op_desc=ggml().op_desc,
+        backend_dev_supports_op=lambda _, node: asked.append(node) or len(asked) < 5,
+    )
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(capabilities, "ggml", lambda: lib)
+        assert capabilities.unsupported(plain.stage.device, graph.builder.graph)
+    assert len(asked) == 5
+    assert capabilities.unsupported(plain.stage.device, graph.builder.graph) is None
+    plain.close()
 
 
 def test_what_was_in_place_and_what_was_gathered_is_counted(path: Path) -> None:
