@@ -12,7 +12,7 @@ from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
 from hetero.engine import DEVICE_UNAVAILABLE, WAIT_SECONDS, Engine
-from hetero.request import CLIENT, FinishReason, OutputDelta, Request, RequestError
+from hetero.request import CLIENT, TRACE_PARENT, FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
 from hetero.screen import Placement
 from hetero.stats import EngineStats
@@ -20,6 +20,7 @@ from hetero.text.grammar import Grammar, GrammarCompiler
 from hetero.text.service import TextService
 from hetero.text.template import ChatTemplate
 from hetero.text.tokenizer import Tokenizer
+from hetero.trace.tracer import Tracer
 
 log = logging.getLogger(__name__)
 
@@ -159,6 +160,20 @@ class AsyncEngine:
 
     # -- requests --------------------------------------------------------------------------------
 
+    @property
+    def depth(self) -> int:
+        """Steps that can be in flight."""
+        return self._engine.runner.depth
+
+    def trace_with(self, tracer: Tracer) -> None:
+        """Tell `tracer` of every request and step. Before `start`; the engine closes it."""
+        self._engine.tracer = tracer
+
+    def note_sent(self, request_id: str) -> None:
+        """The last of an answer was written to its client."""
+        if self._engine.tracer is not None:
+            self._engine.tracer.sent(request_id)
+
     def submit(
         self,
         prompt_token_ids: Sequence[int],
@@ -188,6 +203,7 @@ class AsyncEngine:
             self._engine.clock(),
             client=client,
             cache_scope=scope,
+            trace_parent=TRACE_PARENT.get(),
             shown=shown or {},
         )
         loop = asyncio.get_running_loop()

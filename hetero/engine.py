@@ -20,6 +20,7 @@ from hetero.scheduler import Scheduler
 from hetero.speculation import Speculation
 from hetero.stats import EngineStats, StageTotals
 from hetero.text.detokenizer import Detokenizer
+from hetero.trace.tracer import StepDone, Tracer
 
 log = logging.getLogger(__name__)
 
@@ -32,6 +33,7 @@ class _Flight:
     """A step whose result is not in; `error` when it could not even be submitted."""
 
     step: Step
+    started: float
     error: Exception | None = None
 
 
@@ -60,6 +62,7 @@ class Engine:
         self.block_size = block_size
         self.clock = clock
         self.speculation = scheduler.drafter = speculation
+        self.tracer: Tracer | None = None  # told of every request and step, where there is one
         self.before_wait: Callable[[], None] = lambda: None  # called when the devices have their work
         self.last_progress = clock()  # when a step last ended, or work came after a pause
         self.failed_steps = 0  # in a row, up to now
@@ -92,6 +95,8 @@ class Engine:
         self._generations[request.request_id] = Generation(request, sink, state, detokenizer, grammar, mask)
         if self.speculation is not None:
             self.speculation.add(request)
+        if self.tracer is not None:
+            self.tracer.queued(request)
 
     def abort(self, request_id: str) -> None:
         """End a request as soon as it is in no step in flight. Unknown ids are ignored."""
@@ -148,6 +153,8 @@ class Engine:
 
     def close(self) -> None:
         """Keep what was learned, and free the devices. Nothing runs."""
+        if self.tracer is not None:
+            self.tracer.close()
         if self.speculation is not None:
             self.speculation.close()  # soon done, while a disk can be slow
         if (disk := self.scheduler.kv.below) is not None:
@@ -203,7 +210,7 @@ class Engine:
         step = self.scheduler.schedule()
         if step is None:
             return False
-        flight = _Flight(step)
+        flight = _Flight(step, self.clock())
         self._flights.append(flight)
         try:
             groups, greedy = self.scheduler.kv.num_kv_groups, self._is_greedy(step)
@@ -232,9 +239,9 @@ class Engine:
         if (result := self.runner.wait(WAIT_SECONDS)) is not None:
             self._flights.popleft()
             assert result.step_id == flight.step.step_id, "results out of order"
-            self._finish_step(flight.step, result)
+            self._finish_step(flight.step, result, flight.started)
 
-    def _finish_step(self, step: Step, result: ResultLike) -> None:
+    def _finish_step(self, step: Step, result: ResultLike, started: float) -> None:
         if self.scheduler.is_doomed(step):
             self._fail_step(step, RuntimeError("an earlier step was lost"))
         elif result.error is not None or result.logits is None:
@@ -252,6 +259,10 @@ class Engine:
                 if self.speculation is not None:
                     self.speculation.observe(step, outcome.tokens, outcome.num_accepted)
                 self._deliver_step(step, outcome, ended)
+                if self.tracer is not None:
+                    emitted, busy = [len(t) for t in outcome.tokens], [s.busy_seconds for s in result.stages]
+                    done = StepDone(step, started, self.clock(), emitted, outcome.num_accepted, busy)
+                    self.tracer.step(done)
         graph_seconds = sum(stage.graph_seconds for stage in result.stages)
         busy_seconds = max((stage.busy_seconds for stage in result.stages), default=graph_seconds)
         for totals, times in zip(self._stats.stages, result.stages, strict=False):
@@ -352,6 +363,8 @@ class Engine:
         if self.speculation is not None:
             self.speculation.remove(request)
         self._stats.e2e.observe(self.clock() - request.arrival_time)
+        if self.tracer is not None:
+            self.tracer.finished(request)
         _send(generation, delta)
 
 

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from hetero.sampling.params import SamplingParams
 
 CLIENT: ContextVar[str] = ContextVar("client", default="")  # Request.client of what is being answered
+TRACE_PARENT: ContextVar[str] = ContextVar("trace_parent", default="")  # and Request.trace_parent
 
 
 class RequestStatus(enum.Enum):
@@ -53,6 +54,7 @@ class Request:
     num_in_flight: int = 0  # steps that compute tokens of it and whose results are not in yet
     abort_requested: bool = False
     client: str = ""  # who asks: a digest of the API key; "" where none is needed
+    trace_parent: str = ""  # the W3C traceparent that came with it
     shown: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that the text is to hold
 
     @property

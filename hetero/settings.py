@@ -214,6 +214,18 @@ class Settings:
     model_name: str | None = setting(
         None, "Name of the model in the API. Default: the file's name.", kind="str"
     )
+    trace: str | None = setting(
+        None,
+        "File for a trace of every request and step, to open in ui.perfetto.dev or chrome://tracing. It "
+        "holds times and counts, no text.",
+        kind="path",
+    )
+    otlp: str | None = setting(
+        None,
+        "Address of an OpenTelemetry collector that gets a span for each request, such as "
+        "http://localhost:4318/v1/traces. Needs the extra otlp.",
+        kind="str",
+    )
     log_level: str = setting("info", "What is logged to stderr.", kind="choice", choices=LOG_LEVELS)
 
     @property

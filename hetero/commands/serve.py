@@ -56,6 +56,7 @@ def serve(settings: Settings) -> int:
                 prepared = prepare(settings, progress)
                 require_fit(prepared)
                 engine, placements = load(prepared, settings, progress)
+                trace_requests(engine, settings)
 
         def show(host: str, port: int) -> None:
             show_start(_start_screen(settings, prepared, engine, placements, keys, started))
@@ -156,6 +157,27 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     if not keys:  # an empty file must not mean "no key is needed"
         raise LaunchError(f"--api-key-file {settings.api_key_file}: there is no key in it")
     return (*settings.api_key, *keys)
+
+
+def trace_requests(engine: AsyncEngine, settings: Settings) -> None:
+    """Do what --trace and --otlp say. Raises LaunchError when that cannot be done."""
+    from hetero.prepare import LaunchError
+    from hetero.trace.chrome import ChromeFile
+    from hetero.trace.otlp import OtlpError, OtlpExporter
+    from hetero.trace.tracer import Sink, Tracer
+
+    sinks: list[Sink] = []
+    try:
+        if settings.trace is not None:
+            sinks.append(ChromeFile(Path(settings.trace), engine.depth))
+        if settings.otlp is not None:
+            sinks.append(OtlpExporter(settings.otlp, engine.info.name))
+    except OSError as exc:
+        raise LaunchError(f"--trace {settings.trace}: {exc.strerror or exc}") from None
+    except OtlpError as exc:
+        raise LaunchError(str(exc)) from None
+    if sinks:
+        engine.trace_with(Tracer(sinks))
 
 
 def tls_context(settings: Settings) -> ssl.SSLContext | None:

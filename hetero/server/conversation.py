@@ -139,7 +139,7 @@ def submit(
         raise
     usage = Usage(n, sum(map(len, prompts)))
     parsers = None if chat is None else [chat.new_parser() for _ in streams]
-    return Generation(streams, context.active, usage, parsers)
+    return Generation(streams, context.active, usage, parsers, context.engine.note_sent)
 
 
 def new_id(prefix: str) -> str:

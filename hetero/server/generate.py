@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import Counter, deque
-from collections.abc import AsyncIterator, Iterator, Sequence
+from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -110,13 +110,16 @@ class Generation:
         active: Active,
         usage: Usage,
         parsers: Sequence[PartsParser] | None = None,
+        sent: Callable[[str], None] = lambda request_id: None,
     ) -> None:
-        """`parsers`: one for each stream; without them all is text."""
+        """`parsers`: one for each stream; without them all is text. `sent` is called with each request's id
+        when its answer has been written."""
         self.usage = usage
         self.num_choices = len(streams)
         self._streams = streams
         self._parsers = parsers
         self._active = active
+        self._sent = sent
         self._items: deque[tuple[int, OutputDelta | Exception] | None] = deque()
         self._arrived = asyncio.Event()
         self._quiet = True  # nothing came since the last tick
@@ -135,6 +138,7 @@ class Generation:
         for stream in self._streams:
             stream.abort()
             self._active.discard(stream)
+            self._sent(stream.request_id)
         for task in self._tasks:
             task.cancel()
 

@@ -1,4 +1,7 @@
-"""Every request has an id: its client's `x-request-id`, or one of ours. Answers carry it, and log lines."""
+"""Every request has an id: its client's `x-request-id`, or one of ours. Answers carry it, and log lines.
+
+A W3C `traceparent` header is kept for traces (https://www.w3.org/TR/trace-context/).
+"""
 
 from __future__ import annotations
 
@@ -9,14 +12,19 @@ from contextvars import ContextVar
 
 from aiohttp import web
 
+from hetero.request import TRACE_PARENT
+
 HEADER = "x-request-id"
 CURRENT: ContextVar[str] = ContextVar("request_id", default="")
+_PARENT = re.compile(r"[0-9a-f]{2}-[0-9a-f]{32}-[0-9a-f]{16}-[0-9a-f]{2}")
 _SAFE = re.compile(r"[A-Za-z0-9._:-]{1,128}")  # nothing that could end a header or a line of the log
 
 
 def begin(request: web.BaseRequest) -> None:
     """Give the request that this task handles its id."""
     given = request.headers.get(HEADER, "")
+    parent = request.headers.get("traceparent", "")
+    TRACE_PARENT.set(parent if _PARENT.fullmatch(parent) else "")
     CURRENT.set(given if _SAFE.fullmatch(given) else f"req-{secrets.token_hex(8)}")
 
 

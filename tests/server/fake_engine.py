@@ -124,6 +124,7 @@ class FakeEngine:
         self.healthy: tuple[bool, str] = (True, "")
         self.device_lost: str | None = None
         self.running: set[FakeStream] = set()
+        self.sent: list[str] = []
         self.submitted: list[tuple[list[int], Any, str]] = []
         self.rendered: list[tuple[list[dict[str, Any]], bool, dict[str, Any]]] = []
         self.add_bos = False
@@ -222,6 +223,9 @@ class FakeEngine:
         stream = FakeStream(self, prompt, params, grammar)
         self.running.add(stream)
         return stream
+
+    def note_sent(self, request_id: str) -> None:
+        self.sent.append(request_id)
 
     def health(self) -> tuple[bool, str]:
         return self.healthy

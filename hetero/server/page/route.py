@@ -8,14 +8,11 @@ import re
 import time
 from dataclasses import asdict
 from importlib.resources import files
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from aiohttp import web
 
 from hetero.server.context import Context
-
-if TYPE_CHECKING:
-    from hetero.stats import EngineStats
 
 BLOCK_TOKENS = 16
 
@@ -81,7 +78,7 @@ def status(context: Context) -> dict[str, Any]:
     }
 
 
-def _tiers(stats: EngineStats) -> list[dict[str, Any]]:
+def _tiers(stats: Any) -> list[dict[str, Any]]:
     """Where contexts are: blocks in use or kept, of all there are. Of several KV groups the fullest one."""
     tiers = []
     for name, pools in (("on the devices", stats.kv_blocks), ("in host memory", stats.host_slots)):

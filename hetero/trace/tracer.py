@@ -1,0 +1,203 @@
+"""When what happened to each request: recorded by the engine, written down by a thread of its own.
+
+    queued ─> first step ─> chunk ─> chunk ─> first token ─> step ─> step ─> finished ─> sent
+                                     preempted, blocks moved between tiers: in their steps
+
+The engine hands on what it has anyway, so that a step costs it one entry in a queue. Times are of the
+engine's clock, in seconds.
+"""
+
+from __future__ import annotations
+
+import logging
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+from hetero.batch import Step
+from hetero.request import FinishReason, Request
+
+log = logging.getLogger(__name__)
+
+MAX_WAITING = 100_000  # events; more are dropped, and the drop is told: a trace never holds up the engine
+KEEP_SECONDS = 30.0  # for which a finished request waits for its answer to be sent
+
+
+@dataclass(frozen=True, slots=True)
+class StepDone:
+    """A step and how it went. `emitted[i]` tokens came for request i, `accepted[i]` of them guessed."""
+
+    step: Step
+    started: float
+    ended: float
+    emitted: Sequence[int]
+    accepted: Sequence[int]
+    busy: Sequence[float]  # seconds of each stage
+
+
+@dataclass(slots=True)
+class Mark:
+    """Something that happened at `time`, or from `time` to `until`."""
+
+    name: str
+    time: float
+    until: float | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+
+
+@dataclass(slots=True)
+class Timeline:
+    """All that is known of a request. `parent`: the W3C traceparent that its client sent, or ""."""
+
+    request_id: str
+    queued: float
+    prompt_tokens: int
+    parent: str = ""
+    first_step: float | None = None
+    first_token: float | None = None
+    finished: float | None = None
+    sent: float | None = None
+    reason: str = ""
+    output_tokens: int = 0
+    cached_tokens: int = 0
+    marks: list[Mark] = field(default_factory=list)
+
+
+class Sink(Protocol):
+    """Where traces go. Called from the tracer's thread alone."""
+
+    def step(self, done: StepDone) -> None: ...
+
+    def request(self, timeline: Timeline) -> None:
+        """It has ended and was sent, or nobody waits for it any more."""
+
+    def close(self) -> None: ...
+
+
+class Tracer:
+    """Takes events from any thread. `close` writes what is left."""
+
+    def __init__(self, sinks: Sequence[Sink], clock: Callable[[], float] = time.monotonic):
+        self.clock = clock
+        self.num_dropped = 0
+        self._sinks = list(sinks)
+        self._events: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._timelines: dict[str, Timeline] = {}
+        self._unsent: dict[str, float] = {}  # finished, and when
+        self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
+        self._thread.start()
+
+    # -- for the engine and the server -----------------------------------------------------------------
+
+    def queued(self, request: Request) -> None:
+        self._put(("queued", request, request.arrival_time))
+
+    def step(self, done: StepDone) -> None:
+        self._put(("step", done))
+
+    def finished(self, request: Request) -> None:
+        self._put(("finished", request, self.clock()))
+
+    def sent(self, request_id: str) -> None:
+        """The last of an answer was written to its client, or the client was gone."""
+        self._put(("sent", request_id, self.clock()))
+
+    def close(self) -> None:
+        """Write what is left, and end the thread."""
+        self._events.put(None)
+        self._thread.join()
+
+    def _put(self, event: tuple[Any, ...]) -> None:
+        if self._events.qsize() >= MAX_WAITING:
+            self.num_dropped += 1
+            return
+        self._events.put(event)
+
+    # -- the thread --------------------------------------------------------------------------------------
+
+    def _run(self) -> None:
+        while (event := self._events.get()) is not None:
+            try:
+                self._take(event)
+            except Exception:
+                log.exception("an event of the trace was lost")
+        for timeline in list(self._timelines.values()):
+            self._tell_request(timeline)
+        if self.num_dropped:
+            log.warning("%d events of the trace were dropped: the disk could not keep up", self.num_dropped)
+        self._tell(lambda sink: sink.close())
+
+    def _tell_request(self, timeline: Timeline) -> None:
+        self._tell(lambda sink: sink.request(timeline))
+
+    def _tell(self, call: Callable[[Sink], None]) -> None:
+        for sink in list(self._sinks):
+            try:
+                call(sink)
+            except Exception as error:
+                log.error("tracing stops: %s", error)
+                self._sinks.remove(sink)
+
+    def _take(self, event: tuple[Any, ...]) -> None:
+        kind = event[0]
+        if kind == "step":
+            self._take_step(event[1])
+        elif kind == "queued":
+            _, request, now = event
+            self._timelines[request.request_id] = Timeline(
+                request.request_id, now, len(request.prompt_token_ids), request.trace_parent
+            )
+        elif kind == "finished":
+            self._take_finished(*event[1:])
+        else:
+            _, request_id, now = event
+            if (timeline := self._timelines.get(request_id)) is not None:
+                timeline.sent = now
+                if timeline.finished is not None:
+                    self._end(request_id)
+
+    def _take_step(self, done: StepDone) -> None:
+        self._tell(lambda sink: sink.step(done))
+        step = done.step
+        for request_id in step.preempted_ids:
+            if (timeline := self._timelines.get(request_id)) is not None:
+                timeline.marks.append(Mark("preempted", done.started))
+        for i, request in enumerate(step.requests):
+            timeline = self._timelines.get(request.request_id)
+            if timeline is None:
+                continue
+            if timeline.first_step is None:
+                timeline.first_step = done.started
+            start, count = step.starts[i], step.num_scheduled_tokens[i]
+            if start < timeline.prompt_tokens:
+                timeline.marks.append(
+                    Mark("chunk", done.started, done.ended, {"from": start, "tokens": count})
+                )
+            if done.emitted[i] and timeline.first_token is None:
+                timeline.first_token = done.ended
+
+    def _take_finished(self, request: Request, now: float) -> None:
+        timeline = self._timelines.get(request.request_id)
+        if timeline is None:
+            return
+        timeline.finished = now
+        reason = request.finish_reason
+        timeline.reason = reason.value if isinstance(reason, FinishReason) else ""
+        timeline.output_tokens = len(request.output_token_ids)
+        timeline.cached_tokens = request.num_cached_tokens
+        if timeline.sent is not None:
+            self._end(request.request_id)
+        else:
+            self._unsent[request.request_id] = now
+        for request_id, since in list(self._unsent.items()):
+            if now - since < KEEP_SECONDS:
+                break
+            self._end(request_id)
+
+    def _end(self, request_id: str) -> None:
+        self._unsent.pop(request_id, None)
+        timeline = self._timelines.pop(request_id)
+        self._tell_request(timeline)
