@@ -34,6 +34,8 @@ class FakeGrammar:
 
 
 class FakeStream:
+    request_id = ""
+
     def __init__(
         self, engine: FakeEngine, prompt: list[int], params: Any, grammar: FakeGrammar | None
     ) -> None:
@@ -221,6 +223,7 @@ class FakeEngine:
             )
         self.submitted.append((prompt, params, request_id))
         stream = FakeStream(self, prompt, params, grammar)
+        stream.request_id = request_id
         self.running.add(stream)
         return stream
 

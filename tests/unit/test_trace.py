@@ -45,7 +45,8 @@ def run(tracer_of: Any, num_blocks: int = 60, max_tokens: int = 20) -> Engine:
     engine.tracer = tracer = tracer_of(engine)
     for i, length in enumerate((3, 40, 100, 17, 5, 60)):
         request = Request(
-            f"r{i}", [97] * length + [48 + i], SamplingParams(max_tokens=max_tokens, ignore_eos=True), engine.clock(),
+            f"r{i}", [97] * length + [48 + i], SamplingParams(max_tokens=max_tokens, ignore_eos=True),
+            engine.clock(),
             trace_parent=PARENT if i == 1 else "",
         )  # fmt: skip
         engine.add(request, lambda delta: None)
