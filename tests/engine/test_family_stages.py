@@ -1,0 +1,77 @@
+"""Every dense family cut into stages of one layer, and observed for an importance matrix."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parent))
+from driver import BLOCK, Driver
+from family_tools import CONTEXT, PlainStage, relative
+from test_families import VARIANTS
+from tiny_families import tiny_family
+
+from backends.cpu.observe import ObservingStage
+from backends.ggml.devices import open_device
+from backends.ggml.stage import GgmlStage
+from hetero.batch import Batch
+
+IDS = [int(i) for i in np.random.default_rng(0).integers(3, 300, 40)]
+SAME = 1e-6  # of norms: the same operators on the same numbers
+
+
+@pytest.fixture(scope="module", params=VARIANTS, ids=[name.replace(" ", "-") for name in VARIANTS])
+def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    variant = VARIANTS[request.param]
+    path = tmp_path_factory.mktemp("stages") / "m.gguf"
+    return tiny_family(path, variant.arch, variant.metadata, **variant.options)
+
+
+def one_sequence(groups: int, logits: int) -> Batch:
+    """All of IDS in the first blocks; the first `logits` rows are wanted."""
+    positions = np.arange(len(IDS), dtype=np.int32)
+    table = np.arange(1, 2 + len(IDS) // BLOCK, dtype=np.int32)
+    return Batch(
+        step_id=0,
+        input_ids=np.array(IDS, np.int32),
+        positions=positions,
+        slot_mapping=[(table[positions // BLOCK] * BLOCK + positions % BLOCK).astype(np.int32)] * groups,
+        block_tables=[table[None]] * groups,
+        context_lens=np.array([len(IDS)], np.int32),
+        cu_seqlens_q=np.array([0, len(IDS)], np.int32),
+        logits_rows=np.arange(logits, dtype=np.int32),
+        copies=[],
+    )
+
+
+@pytest.mark.parametrize("kind", [GgmlStage, PlainStage])
+def test_stages_of_one_layer_each(path: Path, kind: type[GgmlStage]):
+    """Also where a stage rotates nothing, or has another window than the next."""
+    driver = Driver(path, num_blocks=8, max_tokens=64, threads=1, kind=kind, max_context=CONTEXT)
+    batch, rows = one_sequence(driver.num_groups, len(IDS)), None
+    for layer in range(driver.config.n_layer):
+        spec = driver.stage.spec
+        group_of = {layer: spec.group_of[layer]}
+        spec = replace(spec, first=layer, last=layer + 1, group_of=group_of)
+        stage = kind(driver.gguf, driver.config, open_device("CPU", 1), spec)
+        stage.prepare(batch, rows)
+        rows = stage.compute().copy()
+        stage.close()
+    want = driver.logits(IDS, chunk=len(IDS))
+    driver.close()
+    assert rows is not None and relative(rows, want) <= SAME
+
+
+def test_each_matrix_is_observed(path: Path):
+    driver = Driver(path, num_blocks=8, max_tokens=64, threads=1, kind=ObservingStage)
+    driver.stage.prepare(one_sequence(driver.num_groups, logits=0), None)
+    driver.stage.compute()
+    assert isinstance(driver.stage, ObservingStage)
+    driver.stage.check_invariants()
+    matrices = {n: t.shape[0] for n, t in driver.gguf.tensors.items() if len(t.shape) > 1 and "blk." in n}
+    assert {name: len(sums) for name, sums in driver.stage.sums.items()} == matrices
+    driver.close()
