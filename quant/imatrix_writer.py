@@ -2,8 +2,9 @@
 
 Metadata: `general.type` "imatrix", `imatrix.datasets` (names of the texts), `imatrix.chunk_count` and
 `imatrix.chunk_size` (windows, and tokens in each). Tensors, F32, for each weight W with rows of n
-values: `W.in_sum2` [n, 1], the sums of the squared inputs, and `W.counts` [1, 1], how many inputs were
-summed. Source: tools/imatrix of llama.cpp; docs/gguf.md of ggml for the container.
+values and m matrices (experts, else 1): `W.in_sum2` [n, m], the sums of the squared inputs, and `W.counts`
+[1, m], how many inputs were summed. Source: tools/imatrix of llama.cpp; docs/gguf.md of ggml for the
+container.
 """
 
 from __future__ import annotations
@@ -23,9 +24,15 @@ _U32, _STRING, _ARRAY = 4, 8, 9  # gguf_metadata_value_type
 
 
 def save_imatrix(
-    path: Path, sums: Mapping[str, np.ndarray], tokens: int, datasets: Sequence[str], chunk_size: int
+    path: Path,
+    sums: Mapping[str, np.ndarray],
+    counts: Mapping[str, np.ndarray],
+    tokens: int,
+    datasets: Sequence[str],
+    chunk_size: int,
 ) -> None:
-    """Write the sums of squares [n] by weight name over `tokens` inputs, in place of what is at `path`.
+    """Write the sums of squares by weight name, in place of what is at `path`: [n] over `tokens` inputs, or
+    of experts [m, n] over `counts` [m] of that name.
 
     The file appears whole or not at all. Raises OSError.
     """
@@ -39,11 +46,13 @@ def save_imatrix(
     tensors = {}
     for name in sorted(sums):
         tensors[name + SUMS] = sums[name].astype("<f4")
-        tensors[name + COUNTS] = np.array([tokens], "<f4")
+        tensors[name + COUNTS] = np.reshape(counts.get(name, tokens), -1).astype("<f4")
     head, offset = struct.pack("<4sIQQ", b"GGUF", 3, len(tensors), len(values)), 0
     head += b"".join(_string(key) + value for key, value in values.items())
     for name, data in tensors.items():
-        head += _string(name) + struct.pack("<IQQIQ", 2, data.size, 1, TYPE_IDS["F32"], offset)
+        matrices = data.size if name.endswith(COUNTS) else data.size // data.shape[-1]
+        shape = (data.size // matrices, matrices)
+        head += _string(name) + struct.pack("<IQQIQ", 2, *shape, TYPE_IDS["F32"], offset)
         offset += data.nbytes + _padding(data.nbytes)
     part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:

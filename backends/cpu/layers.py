@@ -53,7 +53,7 @@ class CpuLayers:
         `kv_types`: of keys and of values."""
         self._config, self._device = config, device
         matrices = [n for n in names if is_matrix(gguf.tensors[n]) and (n != EMBEDDING or n == head)]
-        ours = [n for n in matrices if packable(gguf, n)]
+        ours = [n for n in matrices if self._is_ours(gguf, n)]
         theirs = [n for n in matrices if n not in ours]
         verdicts = probe(gguf.tensors[n].type for n in theirs)
         buffers = {t: _choose(verdicts, t, device) for t in {gguf.tensors[n].type for n in theirs}}
@@ -85,6 +85,10 @@ class CpuLayers:
     def kv_bytes(self) -> int:
         """Of keys, values and states."""
         return self.kv.nbytes + (self.states.nbytes if self.states is not None else 0)
+
+    def _is_ours(self, gguf: GGUFFile, name: str) -> bool:
+        """Whether our matmul multiplies by a matrix."""
+        return packable(gguf, name)
 
     def new_builder(
         self, rows: int, layout: Layout, kind: type[CpuGraphBuilder] = CpuGraphBuilder

@@ -129,6 +129,13 @@ class GraphBuilder:
         """x (if `residual`) plus what those of the layer's experts that each token chooses make of it."""
         return build_mixture(self, layer, x, residual)
 
+    def expert_linear(self, x: int, weight: str, ids: int) -> int:
+        """x [n_in, 1 or used, T] times the weights of those experts that each token's ids, int32 [used, T],
+        name, plus their biases if there are such: [n_out, used, T]."""
+        y = self.lib.mul_mat_id(self.context, self.weights.tensor(weight), x, ids)
+        bias = bias_of(weight)
+        return self.lib.add_id(self.context, y, self.weights.tensor(bias), ids) if bias in self.weights else y
+
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         """Norm and rotate q and k, store k and v, attend. Returns [n_head * head_dim_v, T].
 

@@ -31,8 +31,8 @@ def imatrix(
         tokenizer = Tokenizer(prepared.model.path)
         windows = cut(read_tokens(tokenizer, text, tokens), ctx, tokenizer)
         with loading() as progress:
-            sums = collect(settings, prepared, windows, progress)
-        save_imatrix(target, sums, windows.size, [text.name], ctx)
+            sums, counts = collect(settings, prepared, windows, progress)
+        save_imatrix(target, sums, counts, windows.size, [text.name], ctx)
     except (LaunchError, WindowError, ImatrixError, ValueError) as exc:
         return fail(exc)
     except OSError as exc:
@@ -53,15 +53,14 @@ def check_target(target: Path, force: bool) -> None:
 
 def collect(
     settings: Settings, prepared: Prepared, windows: np.ndarray, progress: ProgressCallback
-) -> dict[str, np.ndarray]:
-    """Sums of squared inputs, float64 [n] by weight name, over windows int32 [W, ctx].
+) -> tuple[dict[str, np.ndarray], dict[str, np.ndarray]]:
+    """Sums of squared inputs by weight name, float64 [n], over windows int32 [W, ctx]; of experts [m, n], and
+    how many inputs each of them had, int64 [m].
 
     Raises LaunchError, ImatrixError.
     """
     if prepared.native is None:
         raise ImatrixError(f"{prepared.model.path}: libllama computes it, and shows no inputs of weights")
-    if prepared.native.mixture is not None:
-        raise ImatrixError(f"{prepared.model.path}: what enters experts cannot be collected")
     no_logits = np.empty(0, np.int64)
     with contextlib.ExitStack() as opened:
         runner, stage = open_observer(
@@ -83,4 +82,4 @@ def collect(
             if not np.isfinite(values).all():
                 raise ImatrixError(f"{prepared.model.path}: the inputs of {name} are not finite")
         assert stage.tokens == windows.size
-        return stage.sums
+        return stage.sums, stage.counts

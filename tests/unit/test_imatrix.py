@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from gguf.quants import dequantize
+from reference_experts import route
+from tiny_experts import Sizes, tiny_experts
 from tiny_models import tiny_model
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
@@ -107,10 +110,67 @@ def test_matrices_of_our_own_kernels_are_watched_too(tmp_path: Path, text: Path,
         assert np.linalg.norm(found[name] - sums) <= Q8_BOUND * np.linalg.norm(sums), name
 
 
+def test_sums_of_experts_are_those_of_a_numpy_model(tmp_path: Path, text: Path, monkeypatch):
+    path = tiny_model(tmp_path / "tiny.gguf", "llama", 5, n_experts=4)
+    want: dict[str, np.ndarray] = defaultdict(lambda: np.zeros((4, 1)))
+    whole = reference.mixture
+
+    def recorded(h, w, b, m, activate):
+        for x, ids in zip(h, route(h @ w[b + "ffn_gate_inp.weight"].T, m)[0], strict=True):
+            for e in ids:
+                gate, up = (w[f"{b}ffn_{part}_exps.weight"][e] @ x for part in ("gate", "up"))
+                for name, values in (("gate", x), ("up", x), ("down", activate(gate) * up)):
+                    key = f"{b}ffn_{name}_exps.weight"
+                    want[key] = want[key] + (np.arange(4) == e)[:, None] * values**2
+        return whole(h, w, b, m, activate)
+
+    monkeypatch.setattr(reference, "mixture", recorded)
+    tokenizer = Tokenizer(path)
+    ids = tokenizer.encode(text.read_text(encoding="utf-8"), parse_special=False, add_special=True)
+    with open_gguf(path) as file:
+        for window in cut(ids[:TOKENS], CTX, tokenizer):
+            reference.forward(file, read_config(file), window.tolist(), np.float16)
+    out = path.with_suffix(".imatrix")
+    assert run(path, out, "--text", text, "--tokens", TOKENS, "--ctx", CTX).exit_code == 0
+    found = {t.name: t.data for t in gguf_package.GGUFReader(out).tensors}
+    assert len(want) == 2 * 3
+    for name, sums in want.items():
+        assert np.abs(found[f"{name}.in_sum2"] - sums).max() <= F32_BOUND * sums.max(), name
+
+
+@pytest.mark.parametrize("arch", ["glm4moe", "gpt-oss"])
+def test_experts_by_themselves(arch: str, tmp_path: Path, text: Path):
+    """Each token enters its experts, and these only; what enters them is what enters the router."""
+    path = tiny_experts(tmp_path / "tiny.gguf", arch, seed=4)
+    out = path.with_suffix(".imatrix")
+    result = run(path, out, "--text", text, "--tokens", TOKENS, "--ctx", CTX)
+    assert result.exit_code == 0, result.stderr
+    tensors = {t.name: t.data for t in gguf_package.GGUFReader(out).tensors}
+    sizes = Sizes()
+    for layer in range(1, sizes.layers):
+        router = tensors[f"blk.{layer}.ffn_gate_inp.weight.in_sum2"][0]
+        counts = {
+            n: tensors[f"blk.{layer}.ffn_{n}_exps.weight.counts"].ravel() for n in ("gate", "up", "down")
+        }
+        sums = {n: tensors[f"blk.{layer}.ffn_{n}_exps.weight.in_sum2"] for n in counts}
+        assert (counts["gate"] == counts["down"]).all() and counts["up"].sum() == 200 * sizes.used
+        assert sums["down"].shape == (sizes.experts, sizes.width) and len(set(counts["up"])) > 1
+        np.testing.assert_array_equal(sums["gate"], sums["up"])
+        np.testing.assert_allclose(sums["gate"].sum(0), sizes.used * router, rtol=1e-5)
+        assert ((sums["down"] == 0).all(1) == (counts["down"] == 0)).all()
+    command = ["quantize", str(path), str(tmp_path / "q.gguf"), "--type", "Q4_0", "--imatrix", str(out)]
+    quantized = CliRunner().invoke(cli.main, command, catch_exceptions=False)
+    assert quantized.exit_code == 0, quantized.stderr
+    assert "_exps" not in quantized.stdout + quantized.stderr or "nothing about" not in quantized.stderr
+
+
 def test_the_file_is_laid_out_as_upstreams(tmp_path: Path):
     sums = {"blk.1.b.weight": np.array([4.0, 0.0, 8.0]), "blk.0.a.weight": np.arange(40.0)}
-    save_imatrix(tmp_path / "out.gguf", sums, 4, ["täxt.txt"], 2)
+    routed = np.arange(12.0).reshape(3, 4)
+    both, counts = sums | {"blk.2.c_exps.weight": routed}, {"blk.2.c_exps.weight": np.array([2, 0, 1])}
+    save_imatrix(tmp_path / "out.gguf", both, counts, 4, ["täxt.txt"], 2)
     means = load_imatrix(tmp_path / "out.gguf")
+    assert means.pop("blk.2.c_exps.weight").tolist() == [0, 0.5, 1, 1.5, 1, 1, 1, 1, 8, 9, 10, 11]
     assert {n: m.tolist() for n, m in means.items()} == {n: (s / 4).tolist() for n, s in sums.items()}
     reader = gguf_package.GGUFReader(tmp_path / "out.gguf")
     assert reader.fields["general.type"].contents() == "imatrix"
@@ -152,8 +212,6 @@ def test_what_goes_wrong_is_one_line(tmp_path: Path, text: Path):
     assert_one_line(run(model, out, "--text", tmp_path / "none.txt"), "--text", "none.txt")
     assert_one_line(run(tmp_path / "none.gguf", out, "--text", text), "none.gguf", "no such file")
     assert_one_line(run(model, out, "--text", text, "--ctx", 1000), "--ctx 1000", "512")
-    experts = tiny_model(tmp_path / "experts.gguf", n_experts=4)
-    assert_one_line(run(experts, out, "--text", text, "--tokens", 64, "--ctx", 64), "experts.gguf", "experts")
     assert not out.exists()
 
 

@@ -14,7 +14,6 @@ from typing import TYPE_CHECKING
 
 from backends.ggml.lib import WORD_NB, word_of
 from backends.ggml.models.mixture import SMALLEST_SUM, Mixture, expert_weights
-from backends.ggml.models.tensors import bias_of
 
 if TYPE_CHECKING:
     from backends.ggml.graph import GraphBuilder
@@ -55,13 +54,9 @@ def build_mixture(g: GraphBuilder, layer: int, x: int, residual: bool) -> int:
     normed = g.norm(x, w.norm)
     ids, shares = _route(g, m, layer, g.linear(normed, w.router))
 
-    def multiply(weight: str, inputs: int) -> int:
-        y = lib.mul_mat_id(ctx, g.weights.tensor(weight), inputs, ids)
-        return lib.add_id(ctx, y, g.weights.tensor(bias_of(weight)), ids) if m.options.biases else y
-
     normed = lib.reshape_3d(ctx, normed, c.n_embd, 1, rows)
-    active = g.activate(multiply(w.gate, normed), multiply(w.up, normed))
-    outputs = lib.mul(ctx, multiply(w.down, active), shares)  # [n_embd, used, T]
+    active = g.activate(g.expert_linear(normed, w.gate, ids), g.expert_linear(normed, w.up, ids))
+    outputs = lib.mul(ctx, g.expert_linear(active, w.down, ids), shares)  # [n_embd, used, T]
     to_slot, to_row, size = (word_of(outputs, WORD_NB + i) for i in (1, 2, 3))
     slots = [
         lib.view_4d(ctx, outputs, c.n_embd, rows, 1, 1, to_row, size, size, slot * to_slot)
