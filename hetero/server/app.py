@@ -18,7 +18,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import signal
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
 from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
@@ -47,6 +47,7 @@ __all__ = ["ServerSettings", "create_app", "serve"]
 
 log = logging.getLogger(__name__)
 ABORT_SECONDS = 5.0  # for the error events, once a drain has run out of time
+WARM_UP_AFTER = 1.0  # seconds from the start
 
 GENERATING: dict[str, Prepare] = {
     "/v1/chat/completions": chat.prepare,
@@ -96,6 +97,12 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
     async def one_model(request: web.Request) -> web.StreamResponse:
         return await models.one_model(request, context)
 
+    async def warm_up(_: web.Application) -> AsyncIterator[None]:
+        task = asyncio.create_task(_warm_up(engine))
+        yield
+        task.cancel()
+
+    app.cleanup_ctx.append(warm_up)
     app.on_response_prepare.append(add_headers)
     app.router.add_get("/", page.Page().handle)
     app.router.add_get("/health", health)
@@ -113,6 +120,12 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
     for method, path, handler in responses.routes():
         app.router.add_route(method, path, handler)
     return app
+
+
+async def _warm_up(engine: AsyncEngine) -> None:
+    """Once /health has answered, and before clients have come, do what would keep them waiting later."""
+    await asyncio.sleep(WARM_UP_AFTER)
+    await engine.text.warm_up()
 
 
 def _wrapper(gate: Gate, metrics: Metrics) -> Any:

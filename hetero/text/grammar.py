@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import threading
@@ -82,7 +83,7 @@ class GrammarCompiler:
         `output` is as in hetero.text.output.
         With `tools` (OpenAI's) the answer calls one of them, or `several`; or, with an output too, is that.
         `template` is the chat template's source and `prompt_tail` the prompt's end, where the model may
-        reason first. Raises OutputError. The first call takes up to a second, to index the vocabulary.
+        reason first. Raises OutputError. The first call takes up to a second if `warm_up` was not called.
         """
         inner = grammar_of(output)
         if inner is None and not tools:
@@ -113,14 +114,23 @@ class GrammarCompiler:
         is_token = len(ids) == 1 and self._tokenizer.grammar_bytes(ids[0]).startswith(b"\xff")
         return ids[0] if is_token else None
 
+    def warm_up(self) -> None:
+        """Index the vocabulary, before somebody waits for it."""
+        with contextlib.suppress(OutputError):
+            self._index("")
+
+    def _index(self, field: str) -> LLTokenizer:
+        with self._lock:
+            if self._ll_tokenizer is None:
+                self._ll_tokenizer = _index_vocabulary(self._tokenizer, field)
+            return self._ll_tokenizer
+
     def _matcher(self, grammars: str, field: str) -> LLMatcher:
         """One to copy, from the cache or new. Order matters: properties are written in the schema's order."""
         with self._lock:
             matcher = self._cache.pop(grammars, None)
-            if self._ll_tokenizer is None:
-                self._ll_tokenizer = _index_vocabulary(self._tokenizer, field)
         if matcher is None:
-            matcher = _compile(self._ll_tokenizer, grammars, field)
+            matcher = _compile(self._index(field), grammars, field)
         with self._lock:
             self._cache[grammars] = matcher
             while len(self._cache) > CACHED_GRAMMARS or sum(map(len, self._cache)) > CACHED_CHARS:

@@ -19,6 +19,7 @@ from hetero.text.template import ChatTemplate, TemplateError
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.choice import choose
 from hetero.text.tools.families import HARMONY, family_of, takes_tools
+from hetero.text.tools.harmony import with_thinking
 from hetero.text.tools.prompt import for_template, in_plain_messages
 
 T = TypeVar("T")
@@ -79,6 +80,8 @@ class TextService:
         chosen, forced, several = choose(tools, tool_choice, parallel_tool_calls)
         variables = {**_thinking(template.source, thinking), **(template_kwargs or {})}
         given, told = messages, for_template(chosen) or None
+        if family_of(template.source) is HARMONY:
+            given = with_thinking(messages)
         if not takes_tools(template.source):
             given, told = in_plain_messages(messages, chosen), None
 
@@ -146,6 +149,13 @@ class TextService:
         """For an answer without a conversation; None when any text will do. RequestError names the field if
         it cannot be enforced."""
         return None if output is None else await self._compile(output)
+
+    async def warm_up(self) -> None:
+        """What the first grammar would wait for: the vocabulary's index.
+
+        It takes 0.1 s for 50,000 tokens and a second for 260,000, in which the interpreter does nothing else.
+        """
+        await asyncio.get_running_loop().run_in_executor(self._compilers, self._grammars.warm_up)
 
     async def _compile(self, output: Mapping[str, Any] | None, **kwargs: Any) -> Grammar | None:
         work = functools.partial(self._grammars.compile, output, **kwargs)

@@ -130,6 +130,7 @@ class FakeEngine:
         self.submitted: list[tuple[list[int], Any, str]] = []
         self.rendered: list[tuple[list[dict[str, Any]], bool, dict[str, Any]]] = []
         self.add_bos = False
+        self.warm = False
         self.info = SimpleNamespace(
             name="fake-model", architecture="llama", n_ctx=512, n_vocab=N_VOCAB, kv_tokens=4096,
             max_num_seqs=4, n_params=135, size_bytes=1000, quantization="Q4_1",
@@ -190,6 +191,9 @@ class FakeEngine:
     @property
     def special_texts(self) -> tuple[str, str]:
         return CONTROL[BOS], CONTROL[IM_END]
+
+    async def warm_up(self) -> None:
+        self.warm = True
 
     async def tokenize(self, text: str, *, parse_special: bool = True, add_special: bool = True) -> list[int]:
         return [BOS] * (self.add_bos and add_special) + list(text.encode())

@@ -10,6 +10,9 @@ from hetero.server.errors import ApiError
 from hetero.server.output import json_output, read_output
 from hetero.server.validate import Fields
 
+from .client import running, until
+from .fake_engine import FakeEngine
+
 SCHEMA = {"type": "object"}
 
 
@@ -60,3 +63,15 @@ def test_ollamas_format():
     assert json_output(SCHEMA, "format") == schema_output("format")
     with pytest.raises(ApiError, match="format"):
         json_output("xml", "format")
+
+
+async def test_the_vocabulary_is_indexed_when_the_server_has_started(monkeypatch) -> None:
+    monkeypatch.setattr("hetero.server.app.WARM_UP_AFTER", 0.0)
+    engine = FakeEngine()
+    async with running(engine):
+        await until(lambda: engine.warm)
+    monkeypatch.setattr("hetero.server.app.WARM_UP_AFTER", 60.0)
+    engine = FakeEngine()
+    async with running(engine) as client:
+        assert (await client.get("/health")).status == 200
+    assert not engine.warm

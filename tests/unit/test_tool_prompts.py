@@ -13,6 +13,7 @@ from hetero.text.service import TextService
 from hetero.text.template import CHATML, ChatTemplate
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.choice import choose
+from hetero.text.tools.harmony import with_thinking
 from hetero.text.tools.prompt import for_template, in_plain_messages
 
 WEATHER = {"type": "function", "function": {"name": "weather", "parameters": {"type": "object"}}}
@@ -129,3 +130,9 @@ def test_control_tokens_that_the_parser_needs_are_shown(tokenizer, monkeypatch):
     shown = ask(tokenizer, "<jupyter_code>" + CHATML)[0].shown
     names = ("<jupyter_start>", "<jupyter_code>")
     assert shown == {tokenizer.control_texts[name]: name.encode() for name in names}
+
+
+def test_what_was_thought_before_a_call_reaches_the_template():
+    call = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Look."}
+    said = {"role": "assistant", "content": "Sunny.", "reasoning_content": "Easy."}
+    assert with_thinking([USER, call, said]) == [USER, {**call, "thinking": "Look."}, said]

@@ -9,15 +9,31 @@ Format: https://cookbook.openai.com/articles/openai-harmony
 from __future__ import annotations
 
 import re
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 from hetero.text.parts import Part, ReasoningPart, TextPart
 from hetero.text.tools.parser import Calls, new_call_id
 from hetero.text.tools.readers import Arguments, Name
 from hetero.text.tools.scan import MarkFinder
 
+# Their template calls `thinking` what others call `reasoning_content`, and wants it with calls alone.
+REASONING_KEYS = ("reasoning_content", "reasoning")
 START, MESSAGE = "<|start|>", "<|message|>"
 ENDS = ("<|end|>", "<|call|>", "<|return|>", START)
 MAX_HEADER_CHARS = 500
+
+
+def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
+    """The messages, with the thoughts before the assistant's calls where gpt-oss's template looks for them."""
+    shown = []
+    for message in messages:
+        entry = dict(message)
+        thought = next((entry[key] for key in REASONING_KEYS if isinstance(entry.get(key), str)), "")
+        if thought and entry.get("tool_calls") and not entry.get("content"):
+            entry["thinking"] = thought
+        shown.append(entry)
+    return shown
 
 
 class HarmonyParser:
