@@ -205,9 +205,15 @@ static void forget_old(const char *folder, const char *key) {
 /* Become the application in folder/KEY, if it is there. Its lock stays with the process. */
 static void start(const char *folder, const struct footer *f, char **arguments) {
     char path[PATH_MAX + 64], used[PATH_MAX + 64];
+    static char libraries[1 << 16];
     snprintf(path, sizeof path, "%s/%.16s/hetero", folder, f->key);
     snprintf(used, sizeof used, "%s/%.16s/.used", folder, f->key);
     if (access(path, X_OK)) return;
+    /* PyInstaller's part of the program needs zlib, which a bare system may lack; ours go before any others */
+    const char *others = getenv("LD_LIBRARY_PATH");
+    snprintf(libraries, sizeof libraries, "%s/%.16s/_internal%s%s", folder, f->key, others && *others ? ":" : "",
+             others ? others : "");
+    setenv("LD_LIBRARY_PATH", libraries, 1);
     int file = open(used, O_RDWR);
     if (file >= 0) { flock(file, LOCK_SH | LOCK_NB); futimens(file, NULL); }
     execv(path, arguments);
