@@ -25,7 +25,7 @@ MAX_HEADER_CHARS = 500
 
 
 def with_thinking(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]]:
-    """The messages, with the thoughts before the assistant's calls where gpt-oss's template looks for them."""
+    """The messages, with the thoughts before a call where gpt-oss's template looks for them."""
     shown = []
     for message in messages:
         entry = dict(message)
