@@ -16,10 +16,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 
 from backends.base import BLOCK_SIZE, BatchLike
+
+if TYPE_CHECKING:
+    from backends.ggml.state_layout import StateLayout
 
 SPAN = 256  # tokens: CUDA's flash attention wants multiples of it
 SHORT = 8  # up to so many rows, sequences share parts; more are a prefill's chunk, a part of their own
@@ -61,10 +65,11 @@ class Layout:
     members: list[Member]
     order: np.ndarray | None
     place: np.ndarray | None
+    states: StateLayout | None = None  # where there are recurrent layers
 
     @property
     def key(self) -> tuple:
-        return self.parts, self.order is None
+        return self.parts, self.order is None, self.states and self.states.waves
 
 
 def bucket(count: int, low: int, limit: int) -> int:

@@ -13,6 +13,7 @@ from functools import partial
 
 from backends.ggml.devices import Device
 from backends.ggml.lib import TYPE_F16, TYPE_F32, TYPE_I32, TYPE_I64, Library, ggml, set_buffer
+from backends.ggml.models.delta_net import DeltaNet
 
 # Whole blocks of every weight type, and what the kernels of all devices take in one go
 COLUMNS, ROWS, TOKENS = 512, 64, 4
@@ -104,6 +105,27 @@ def unsupported(device: Device, graph: int) -> str | None:
         if not lib.backend_dev_supports_op(device.handle, node):
             return lib.op_desc(node).decode()
     return None
+
+
+def can_advance_states(device: Device, sizes: DeltaNet) -> bool:
+    """Whether such gated delta nets can be computed, for one token of each sequence and for several."""
+    channels, heads = sizes.conv_width, sizes.value_heads
+
+    def convolve(tokens: int, lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        inputs = lib.new_tensor_4d(ctx, TYPE_F32, sizes.taps - 1 + tokens, channels, 2, 1)
+        taps = lib.new_tensor_4d(ctx, TYPE_F32, sizes.taps, channels, 1, 1)
+        return lib.ssm_conv(ctx, inputs, taps), (taps,)
+
+    def advance(tokens: int, lib: Library, ctx: int) -> tuple[int, tuple[int, ...]]:
+        def rows(width: int, count: int) -> int:
+            return lib.new_tensor_4d(ctx, TYPE_F32, width, count, tokens, 2)
+
+        q, k, v = (rows(sizes.dim, count) for count in (sizes.key_heads, sizes.key_heads, heads))
+        state = lib.new_tensor_4d(ctx, TYPE_F32, sizes.dim, sizes.dim, heads, 2)
+        return lib.gated_delta_net(ctx, q, k, v, rows(1, heads), rows(1, heads), state, 1), ()
+
+    asked = (partial(ask, tokens) for ask in (convolve, advance) for tokens in (1, TOKENS))
+    return all(_supported(device, ask) for ask in asked)
 
 
 def _supported(device: Device, ask: AskFor) -> bool:

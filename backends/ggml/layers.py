@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -12,6 +13,7 @@ from backends.ggml import attention_layout as layouts
 from backends.ggml import endpoint
 from backends.ggml.attention_layout import BLOCK_SIZE, GATHERED, Layout, Member, Part
 from backends.ggml.capabilities import (
+    can_advance_states,
     can_flash_attend,
     can_look_up,
     can_multiply,
@@ -25,6 +27,8 @@ from backends.ggml.lib import TYPE_F16
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.paged import KINDS, PADDING, PagedPools
 from backends.ggml.paged_graph import PagedGraphBuilder, Upload
+from backends.ggml.recurrent_graph import StatePools
+from backends.ggml.state_layout import StateLayout, lay_out_states
 from backends.ggml.weights import Progress, Weights, is_matrix
 from quant.blocks import dequantize
 from quant.gguf import GGUFFile
@@ -74,6 +78,9 @@ class DeviceLayers:
         for kind in kv_types:
             if kind not in KINDS or not can_store(device, KINDS[kind]):
                 raise DeviceError(f"device {device.info.name}: cannot store keys and values as {kind}")
+        recurrent = [layer for layer in sorted(group_of) if config.is_recurrent(layer)]
+        group_of = {layer: g for layer, g in group_of.items() if layer not in recurrent}
+        self.states = self._open_states(recurrent, num_states)
         self.flash, self.unpacks = self._how_to_attend(list(group_of), *(KINDS[kind] for kind in kv_types))
         self.weights = Weights(gguf, held, device, progress)
         self.weight_bytes = self.weights.nbytes
@@ -113,9 +120,28 @@ class DeviceLayers:
     @property
     def kv_bytes(self) -> int:
         """Of keys, values and states."""
-        return self.kv.nbytes
+        return self.kv.nbytes + (self.states.nbytes if self.states is not None else 0)
+
+    def _open_states(self, layers: Sequence[int], num_states: int) -> StatePools | None:
+        sizes = self._config.delta_net
+        if not layers or sizes is None:
+            return None
+        if not can_advance_states(self._device, sizes):
+            raise DeviceError(
+                f"device {self._device.info.name}: cannot compute this model's recurrent layers (gated delta "
+                "nets); name other devices with --device"
+            )
+        return StatePools(sizes, self._device, layers, num_states)
 
     def layout(self, batch: BatchLike, rows: int) -> Layout:
+        if self.states is None:
+            return self._attention_layout(batch, rows)
+        states = lay_out_states(batch, self.states.sizes.taps, self.states.nowhere, rows)
+        return replace(self._attention_layout(batch, rows), states=states)
+
+    def _attention_layout(self, batch: BatchLike, rows: int) -> Layout:
+        if not any(self._used):
+            return Layout((), [], None, None)
         in_place = not self.unpacks
         layout = layouts.lay_out(batch, self._windows, self._used, self._num_blocks, rows, in_place)
         for part in layout.parts:
@@ -137,7 +163,12 @@ class DeviceLayers:
         nothing = np.zeros(1, np.int32)
         member = Member(nothing, [nothing] * len(spans))
         order = np.zeros(rows, np.int32)
-        return Layout((part,), [member], order, order)
+        states = None
+        if self.states is not None:
+            states = StateLayout((((1, rows),),), [], order)
+        if not any(self._used):
+            return Layout((), [], None, None, states)
+        return Layout((part,), [member], order, order, states)
 
     def new_builder(self, rows: int, layout: Layout) -> PagedGraphBuilder:
         return PagedGraphBuilder(
@@ -150,6 +181,7 @@ class DeviceLayers:
             self.flash,
             self.unpacks,
             self._host_layers,
+            self.states,
         )
 
     def require_support(self, graph: int) -> None:
@@ -186,6 +218,8 @@ class DeviceLayers:
 
     def close(self) -> None:
         self.kv.close()
+        if self.states is not None:
+            self.states.close()
         self.weights.close()
 
 

@@ -30,6 +30,7 @@ from backends.ggml.models.config import ModelConfig
 from backends.ggml.models.rope import Yarn
 from backends.ggml.models.tensors import has_head_norms
 from backends.ggml.paged import PagedPools, block_rows, heads_of_tokens, move_view, token_rows
+from backends.ggml.recurrent_graph import NODES, StateInputs, StatePools, build_recurrent
 from backends.ggml.weights import Weights
 
 ROPE_NEOX = 2
@@ -64,8 +65,11 @@ class PagedGraphBuilder(GraphBuilder):
         flash: bool,
         unpacks: bool,
         host_layers: Container[int] = (),
+        states: StatePools | None = None,
     ):
-        super().__init__(config, device, weights, rows, extra_nodes=32 * len(layout.parts))
+        waves = () if layout.states is None else layout.states.waves
+        nodes = 32 * len(layout.parts) + NODES * sum(map(len, waves))
+        super().__init__(config, device, weights, rows, extra_nodes=nodes)
         self._host_layers, self._from_host = host_layers, 0
         self._selected = False
         self.pools, self.flash, self.unpacks = pools, flash, unpacks
@@ -82,6 +86,13 @@ class PagedGraphBuilder(GraphBuilder):
         self._order = None if layout.order is None else self.input_i32(count)
         self._place = None if layout.place is None else self.input_i32(rows)
         self._parts = [self._part_inputs(part) for part in layout.parts]
+        self._states: StateInputs | None = None
+        if states is not None and layout.states is not None:
+            self._states = StateInputs(self, states, layout.states)
+
+    def recurrent(self, layer: int, x: int, norm: str | None) -> int:
+        assert self._states is not None
+        return build_recurrent(self, self._states, layer, x, norm)
 
     def select(self, x: int, rows: int) -> int:
         self._selected = True
@@ -112,6 +123,8 @@ class PagedGraphBuilder(GraphBuilder):
             assert layout.order is not None and layout.place is not None
             upload(self._order, layout.order)
             upload(self._place, layout.place)
+        if self._states is not None and layout.states is not None:
+            self._states.set_step(layout.states, upload)
         for inputs, member in zip(self._parts, layout.members, strict=True):
             for g, tensor in inputs.masks.items():
                 upload(tensor, layouts.mask(inputs.part, member, batch, g, self._windows[g]))

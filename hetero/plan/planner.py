@@ -17,6 +17,7 @@ from hetero.sizes import format_size
 
 SHARE = 0.25  # of a memory that programs share, for the KV cache that nobody sized
 STATE_TOKENS = 2048  # of the KV cache, for each state of recurrent layers that is kept
+GATHERED_STATES = 4  # copies of a request's state in a layer that a step's graph holds, where it gathers them
 REQUEST_TOKENS = 1024  # likewise for each that a request has for itself
 LEAST_STATES = 4
 MOST_GAINED = 4  # times the tokens that another format may hold in the same memory; they take 1 to 2 bytes
@@ -258,10 +259,11 @@ def explain_shortage(plan: Plan) -> str:
 
 
 def gathered_bytes(facts: ModelFacts, limits: Limits, place: Place, tokens: int) -> int:
-    """What a stage there needs for gathered KV and its masks, with a KV cache of `tokens` tokens."""
+    """What a stage there needs for gathered KV, its masks and states, with a KV cache of `tokens` tokens."""
     if not place.gathers:
         return 0
-    return facts.gather_bytes_per_token * min(tokens, max(limits.context(facts), GATHERED))
+    states = GATHERED_STATES * limits.max_num_seqs * facts.state_bytes
+    return states + facts.gather_bytes_per_token * min(tokens, max(limits.context(facts), GATHERED))
 
 
 class _Stage:

@@ -63,10 +63,12 @@ class Driver:
         self,
         sequences: Sequence[tuple[Sequence[int], int, Sequence[int]]],
         copies: Sequence[BlockCopy] = (),
+        states: tuple[Sequence[int], Sequence[tuple[int, int, int]]] | None = None,
     ) -> list[np.ndarray]:
         """Compute (block table, start, token ids) of several sequences; logits of every token.
 
-        A sequence's state is in the slot with the number of its first block.
+        A sequence's state is in the slot with the number of its first block, unless `states` gives the
+        batch's sources and writes.
         """
         counts = [len(ids) for _, _, ids in sequences]
         cu = np.concatenate([[0], np.cumsum(counts)]).astype(np.int32)
@@ -87,7 +89,10 @@ class Driver:
             logits_rows=np.arange(cu[-1], dtype=np.int32),
             copies=list(copies),
         )
-        if self.recurrent:
+        if states is not None:
+            batch.state_sources = np.array(states[0], np.int32)
+            batch.state_writes = np.array(states[1], np.int32).reshape(-1, 3)
+        elif self.recurrent:
             batch.state_sources = np.array([table[0] * (s > 0) for table, s, _ in sequences], np.int32)
             writes = [(i, n, sequences[i][0][0]) for i, n in enumerate(counts)]
             batch.state_writes = np.array(writes, np.int32)

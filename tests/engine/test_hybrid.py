@@ -18,19 +18,30 @@ from gguf_tools import Raw, rewrite
 from tiny_hybrid import tiny_hybrid
 from tiny_models import libllama_logits
 
+from backends.ggml.layers import DeviceLayers
 from backends.ggml.models import FAMILIES
+from backends.ggml.stage import GgmlStage
 from hetero import launch
+from hetero.plan.devices import DeviceChoice
 from hetero.plan.make import GUESSED
 from hetero.prepare import LaunchError, prepare
 from quant.gguf import open_gguf
 
 BOUND = 2e-4  # of logits; keys and values are halfs here and float32 there
+PLAIN_BOUND = 1e-3  # ggml attends with queries rounded to halfs too
 VARIANTS = [
     ("qwen35", {}),
     ("qwen35", {"key_heads": 1, "value_heads": 3, "state_dim": 32, "taps": 3, "every": 3, "tied": True}),
     ("qwen35moe", {"seed": 5}),
     ("qwen35", {"n_layers": 5, "head_dim": 32, "n_rot": 32, "n_kv_heads": 1, "every": 2}),
 ]
+
+
+class PlainStage(GgmlStage):
+    """As on a device without kernels of ours."""
+
+    def _kind(self) -> type[DeviceLayers]:
+        return DeviceLayers
 
 
 def relative(got: np.ndarray, want: np.ndarray) -> float:
@@ -61,6 +72,21 @@ def test_logits_in_any_chunks(tiny):
     assert (whole.argmax(1) == want.argmax(1)).all()
     for chunk in (1, 7, 32):
         np.testing.assert_array_equal(driver.logits(ids, chunk, seed=chunk), whole)
+
+
+def test_plain_operators(tiny):
+    """In chunks, and sequences of different lengths side by side."""
+    path, _ = tiny
+    ids, lengths = token_ids(62), [1, 17, 40, 62]
+    want = libllama_logits(path, ids)
+    driver = Driver(path, max_tokens=128, kind=PlainStage)
+    for chunk in (1, 7, 62):
+        assert relative(driver.logits(ids, chunk, seed=chunk), want) <= PLAIN_BOUND
+    tables = np.split(np.random.default_rng(7).permutation(np.arange(1, 197)), 4)
+    together = driver.step([(t, 0, ids[:n]) for t, n in zip(tables, lengths, strict=True)])
+    for n, got in zip(lengths, together, strict=True):
+        assert relative(got, want[:n]) <= PLAIN_BOUND
+    driver.close()
 
 
 def test_sequences_of_different_lengths_in_one_batch(tiny):
@@ -105,6 +131,24 @@ def test_quantized_weights(tmp_path):
     driver.close()
 
 
+@pytest.mark.parametrize("kind", [GgmlStage, PlainStage])
+def test_states_left_in_the_middle(tmp_path, kind):
+    """A step leaves states where it is told to, and is not led astray by rows behind them."""
+    path, ids = tiny_hybrid(tmp_path / "m.gguf"), token_ids(60)
+    want = libllama_logits(path, ids)
+    driver = Driver(path, max_tokens=128, kind=kind)
+    a, b, wrong = [3, 4, 5, 6], [7, 8, 9, 10], [7] * 5
+    writes = [(0, 2, 11), (0, 16, 12), (0, 37, 13), (1, 1, 14)]
+    first, second = driver.step([(a, 0, ids[:37] + wrong), (b, 0, ids[:1])], states=([0, 0], writes))
+    assert relative(first[:37], want[:37]) <= PLAIN_BOUND and relative(second, want[:1]) <= PLAIN_BOUND
+    for slot, start in ((11, 2), (12, 16), (13, 37), (12, 16)):
+        (got,) = driver.step([(a, start, ids[start:])], states=([slot], [(0, 1, 15)]))
+        assert relative(got, want[start:]) <= PLAIN_BOUND, f"from the state behind {start} tokens"
+    (got,) = driver.step([(b, 1, ids[1:])], states=([14], []))
+    assert relative(got, want[1:]) <= PLAIN_BOUND
+    driver.close()
+
+
 @dataclasses.dataclass
 class Case:
     path: Path
@@ -114,6 +158,13 @@ class Case:
 
 SETTINGS = dataclasses.replace(BASE, ctx=400, kv_tokens=32768, spec="off", threads=1)
 OUTPUT = 24
+
+
+@pytest.fixture
+def plain(monkeypatch):
+    """The CPU as a device without kernels of ours."""
+    monkeypatch.setattr(GgmlStage, "_kind", lambda self: DeviceLayers)
+    monkeypatch.setattr(DeviceChoice, "own_kernels", False)
 
 
 @pytest.fixture(autouse=True)
@@ -208,6 +259,36 @@ def test_with_guesses(case, device):
     assert engine.scheduler.drafter.right > 50 and engine.scheduler.drafter.wrong > 50
     assert engine.stats().steps < 3 * OUTPUT, "no guess was taken"
     engine.close()
+
+
+@pytest.mark.parametrize("split", [(8,), (3, 5)])
+def test_served_by_plain_operators(case, plain, split):
+    """The same text but where rounding tips the scales; a stage may have recurrent layers alone."""
+    settings = dataclasses.replace(
+        SETTINGS,
+        device=("CPU:threads=1",) * len(split),
+        split=split,
+        isolate="off",
+        max_num_batched_tokens=50,
+    )
+    out, stats = answers(case.path, settings, case.prompts, 8, tokens=OUTPUT)
+    assert sum(a == b for a, b in zip(out, case.alone, strict=True)) >= len(out) - 2
+    assert stats.cached_tokens > 200
+
+
+@pytest.mark.parametrize("kernels", ["ours", "plain"])
+def test_the_plan_counts_states(case, request, kernels):
+    if kernels == "plain":
+        request.getfixturevalue("plain")
+    settings = dataclasses.replace(SETTINGS, model=str(case.path), isolate="off", max_num_seqs=8)
+    prepared = prepare(settings)
+    (planned,), (stage,) = prepared.plan.stages, launch.open_stages(prepared, settings, lambda *_: None)
+    held = stage.memory()
+    stage.close()
+    states = prepared.plan.groups[-1].num_blocks * prepared.facts.state_bytes * 6
+    assert states > 8 * 6 * prepared.facts.state_bytes
+    assert held["kv"] == pytest.approx(planned.kv_bytes, rel=0.05) and states < planned.kv_bytes
+    assert held["compute"] <= planned.compute_bytes
 
 
 def test_no_draft_model_with_states(case, smollm2_path):
