@@ -82,6 +82,23 @@ def _shapes(n_embd: int, n_heads: int, dim: int, n_kv_heads: int, n_ff: int) -> 
     }
 
 
+def _metadata(
+    arch: str, n_layers: int, n_embd: int, n_heads: int, n_kv_heads: int, n_ff: int
+) -> dict[str, Any]:
+    """Without the family's name."""
+    return {
+        "context_length": 512,
+        "embedding_length": n_embd,
+        "block_count": n_layers,
+        "feed_forward_length": n_ff,
+        "attention.head_count": n_heads,
+        "attention.head_count_kv": n_kv_heads,
+        "rope.freq_base": 10000.0,
+        f"attention.layer_norm_{'' if arch in LAYER_NORM else 'rms_'}epsilon": 1e-5,
+        **REQUIRED.get(arch, {}),
+    }
+
+
 def tiny_family(
     path: Path,
     arch: str,
@@ -103,18 +120,7 @@ def tiny_family(
     KV heads of each layer, where they differ; `extra`: shapes of tensors beside the blocks, row length last.
     """
     rng = np.random.default_rng(seed)
-    values = {
-        "context_length": 512,
-        "embedding_length": n_embd,
-        "block_count": n_layers,
-        "feed_forward_length": n_ff,
-        "attention.head_count": n_heads,
-        "attention.head_count_kv": n_kv_heads,
-        "rope.freq_base": 10000.0,
-        f"attention.layer_norm_{'' if arch in LAYER_NORM else 'rms_'}epsilon": 1e-5,
-        **REQUIRED.get(arch, {}),
-        **(metadata or {}),
-    }
+    values = _metadata(arch, n_layers, n_embd, n_heads, n_kv_heads, n_ff) | dict(metadata or {})
     vocabulary = bpe_vocab()
     n_vocab = len(vocabulary["tokenizer.ggml.tokens"])
 

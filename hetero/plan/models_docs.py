@@ -20,6 +20,10 @@ kernels and with plain ggml operators; and then without each of its options, whi
 need no option: where a file has them, they are added. Every family may have q, k and v in one matrix, an
 output head that is its embedding matrix, and RoPE scaling: linear, YaRN, Llama 3's factors, or LongRoPE's,
 where the longest context that is served decides between the short and the long ones.
+
+All other architectures are computed by libllama, with fewer features, as README.md says; so are those members
+of a family in the list whose files have what is not built here: pictures (RoPE in sections), or Gemma 4's
+embeddings for each layer, shared keys and values (E2B, E4B) and experts (26B-A4B).
 """
 
 WEIGHTS = """\
