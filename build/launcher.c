@@ -216,6 +216,7 @@ static void start(const char *folder, const struct footer *f, char **arguments) 
     setenv("LD_LIBRARY_PATH", libraries, 1);
     int file = open(used, O_RDWR);
     if (file >= 0) { flock(file, LOCK_SH | LOCK_NB); futimens(file, NULL); }
+    arguments[0] = path; /* by which PyInstaller's part finds its file where /proc is not mounted */
     execv(path, arguments);
     if (file >= 0) close(file);
     passed(folder, strerror(errno));
