@@ -35,6 +35,8 @@ release-check: binary
 docs: $(STAMP)
 	$(BIN)/python -m hetero.config > docs/config.md
 	$(BIN)/python -m hetero.plan.models_docs > docs/models.md
+	$(BIN)/python -m hetero.metrics_docs > docs/metrics.md
+	$(BIN)/python tests/make_dashboard.py
 
 bench: $(STAMP) $(BENCH_STAMP)
 	$(BIN)/python tests/bench/compare.py --llama-venv .venv-bench $(ARGS)

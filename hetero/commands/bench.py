@@ -46,6 +46,7 @@ class Options:
     endpoint: str | None
     api_key: str | None
     seed: int
+    record: Path | None
     out: Path | None
     plot: Path | None
 
@@ -57,6 +58,8 @@ class UsageError(Exception):
 def bench(urls: Sequence[str], options: Options, as_json: bool) -> int:
     """Measure the servers. Exit code 1 when something was not answered, or nothing could be measured."""
     try:
+        if options.record is not None:
+            return _record(urls, options)
         plan = make_plan(options)
         if options.plot is not None:
             check_plot(options.plot)
@@ -76,6 +79,23 @@ def bench(urls: Sequence[str], options: Options, as_json: bool) -> int:
         plot(options.plot, f"{plan.workload.name}: {plan.workload.title}", results)
     print(json.dumps(record) if as_json else markdown(plan, results))
     return 0 if is_good(results) else 1
+
+
+def _record(urls: Sequence[str], options: Options) -> int:
+    """Write the traffic of a server to a file."""
+    from hetero.bench.record import record
+
+    if len(urls) != 1 or options.duration is None:
+        raise UsageError("--record needs one URL, and --duration for how long to record")
+    if not options.record or not options.record.parent.is_dir():
+        raise UsageError(f"--record {options.record}: there is no such folder")
+    with progress() as show:
+        named = f"recording {urls[0]}"
+        count = asyncio.run(
+            record(urls[0], options.api_key, options.duration, options.record, lambda n: show(named, n, n))
+        )
+    print(f"{count} requests in {options.record}; hetero bench -w {options.record} plays them again")
+    return 0
 
 
 def make_plan(options: Options) -> Plan:

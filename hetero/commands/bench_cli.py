@@ -69,6 +69,10 @@ from hetero.commands.options import json_option
 )
 @click.option("--api-key", envvar="HETERO_BENCH_API_KEY", help="Key to send.")
 @click.option("--seed", type=int, default=1, show_default=True, help="The same seed asks the same things.")
+@click.option(
+    "--record", type=click.Path(path_type=Path),
+    help="Ask nothing: write down what others ask in --duration seconds, as a workload without text.",
+)  # fmt: skip
 @click.option("-o", "--out", type=click.Path(path_type=Path), help="Write the whole record, as JSON.")
 @click.option(
     "--plot", type=click.Path(path_type=Path), help="Draw latency against load: .png, .svg or .html."

@@ -3,6 +3,7 @@
 GET, HEAD  /                         a page that shows what /status has, and a box to try the model
            /health, /v1/health       200 while generation can progress, else 503 with the reason
            /metrics                  Prometheus
+           /recording                traffic as it comes, without text
            /v1/models, /v1/models/{id}
 POST       /v1/chat/completions, /v1/completions
            /v1/responses             and GET, DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items
@@ -36,6 +37,7 @@ from hetero.server.ollama import models as ollama_models
 from hetero.server.ollama import route as ollama
 from hetero.server.page import route as page
 from hetero.server.protocol import Runner
+from hetero.server.recording import Recorder
 from hetero.server.responses.route import Responses
 from hetero.server.security import Gate, is_preflight
 from hetero.server.settings import ServerSettings
@@ -75,14 +77,16 @@ TELLING: dict[str, Callable[[Context], dict[str, Any]]] = {
     "/status": page.status,
 }
 ACTIVE = web.AppKey("active", Active)
+RECORDER = web.AppKey("recorder", Recorder)
 
 
 def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application:
     """The application over a started engine. `serve` runs it."""
     gate, metrics, active = Gate(settings), Metrics(engine), Active(settings.key_requests)
-    context = Context(engine, settings, active)
+    recorder = Recorder(settings)
+    context = Context(engine, settings, active, recorder)
     app = web.Application(middlewares=[_wrapper(gate, metrics)], client_max_size=settings.max_body_bytes)
-    app[ACTIVE] = active
+    app[ACTIVE], app[RECORDER] = active, recorder
 
     async def add_headers(request: web.Request, response: web.StreamResponse) -> None:
         response.headers.update(gate.cors_headers(request))
@@ -108,6 +112,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
     app.router.add_get("/health", health)
     app.router.add_get("/v1/health", health)
     app.router.add_get("/metrics", metrics.handle)
+    app.router.add_get("/recording", recorder.handle)
     app.router.add_get("/v1/models", telling(models.model_list, context))
     app.router.add_get("/v1/models/{id:.+}", one_model)
     responses = Responses(context)

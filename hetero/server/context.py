@@ -10,6 +10,7 @@ from aiohttp import web
 
 from hetero.server.errors import ApiError
 from hetero.server.generate import Active
+from hetero.server.recording import Recorder
 from hetero.server.respond import Answer
 from hetero.server.settings import ServerSettings
 
@@ -22,6 +23,7 @@ class Context:
     engine: AsyncEngine
     settings: ServerSettings
     active: Active
+    recorder: Recorder
 
     def check_alive(self) -> None:
         """ApiError 503 before any work while nothing could be generated."""

@@ -139,7 +139,8 @@ def submit(
         raise
     usage = Usage(n, sum(map(len, prompts)))
     parsers = None if chat is None else [chat.new_parser() for _ in streams]
-    return Generation(streams, context.active, usage, parsers, context.engine.note_sent)
+    ended = context.recorder.watch(prompts, n)
+    return Generation(streams, context.active, usage, parsers, context.engine.note_sent, ended)
 
 
 def new_id(prefix: str) -> str:

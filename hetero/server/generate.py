@@ -111,15 +111,16 @@ class Generation:
         usage: Usage,
         parsers: Sequence[PartsParser] | None = None,
         sent: Callable[[str], None] = lambda request_id: None,
+        ended: Callable[[int, OutputDelta], None] | None = None,
     ) -> None:
         """`parsers`: one for each stream; without them all is text. `sent` is called with each request's id
-        when its answer has been written."""
+        when its answer has been written, `ended` with a choice and its last delta."""
         self.usage = usage
         self.num_choices = len(streams)
         self._streams = streams
         self._parsers = parsers
         self._active = active
-        self._sent = sent
+        self._sent, self._ended = sent, ended
         self._items: deque[tuple[int, OutputDelta | Exception] | None] = deque()
         self._arrived = asyncio.Event()
         self._quiet = True  # nothing came since the last tick
@@ -193,6 +194,8 @@ class Generation:
             running -= delta.finish_reason is not None
             piece = self._piece(index, delta)
             self.usage.add(piece)
+            if piece.finish is not None and self._ended is not None:
+                self._ended(index, delta)
             yield piece
 
     def _piece(self, index: int, delta: OutputDelta) -> Piece:

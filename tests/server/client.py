@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import aiohttp
+from aiohttp import web
 
 from hetero.server.app import ACTIVE, ServerSettings, create_app, serve
 
@@ -50,6 +51,8 @@ def parse_events(text: str) -> list[Any]:
 
 
 class Client:
+    app: web.Application
+
     def __init__(self, host: str, port: int, stop: asyncio.Event, session: aiohttp.ClientSession) -> None:
         self.host, self.port, self.stop, self.session = host, port, stop, session
 
@@ -105,7 +108,9 @@ async def running(engine: Any, **settings: Any) -> AsyncIterator[Client]:
         task.result()
     try:
         async with aiohttp.ClientSession() as session:
-            yield Client(*ready.result(), stop, session)
+            client = Client(*ready.result(), stop, session)
+            client.app = app
+            yield client
     finally:
         stop.set()
         await task

@@ -16,6 +16,7 @@ from hetero.server.app import GENERATING, ServerSettings
 from hetero.server.context import Context
 from hetero.server.errors import ApiError
 from hetero.server.generate import Active
+from hetero.server.recording import Recorder
 from hetero.server.respond import Answer
 from hetero.server.responses.route import Responses
 
@@ -369,7 +370,7 @@ BODIES: dict[str, dict[str, Any]] = {
 @settings(max_examples=scaled(400, 6000), deadline=None)
 def test_no_body_gets_past_the_validation_by_accident(body: dict[str, Any], path: str) -> None:
     async def run() -> None:
-        context = Context(FakeEngine(), ServerSettings(), Active())  # type: ignore[arg-type]
+        context = Context(FakeEngine(), ServerSettings(), Active(), Recorder(ServerSettings()))  # type: ignore[arg-type]
         prepare = {**GENERATING, "/v1/responses": Responses(context).prepare}[path]
         answer = await prepare({**BODIES[path], **body}, context)
         if isinstance(answer, Answer):

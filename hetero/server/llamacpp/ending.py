@@ -54,7 +54,7 @@ class EndingGeneration(Generation):
     """A generation whose answers may end early. A single answer is not computed any further then."""
 
     def __init__(self, whole: Generation, ending: Ending):
-        super().__init__(whole._streams, whole._active, whole.usage, sent=whole._sent)
+        super().__init__(whole._streams, whole._active, whole.usage, sent=whole._sent, ended=whole._ended)
         self._watches = [EndWatch(ending) for _ in whole._streams]
 
     async def pieces(self, idle: float | None = None) -> AsyncIterator[Piece | None]:
