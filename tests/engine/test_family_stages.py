@@ -1,4 +1,4 @@
-"""Every dense family cut into stages of one layer, and observed for an importance matrix."""
+"""Every family cut into stages of one layer, and observed for an importance matrix."""
 
 from __future__ import annotations
 
@@ -13,21 +13,27 @@ sys.path.insert(0, str(Path(__file__).parent))
 from driver import BLOCK, Driver
 from family_tools import CONTEXT, PlainStage, relative
 from test_families import VARIANTS
+from tiny_experts import LAYERS, Sizes, tiny_experts
 from tiny_families import tiny_family
 
 from backends.cpu.observe import ObservingStage
 from backends.ggml.devices import open_device
+from backends.ggml.models.tensors import layer_tensors
 from backends.ggml.stage import GgmlStage
+from backends.ggml.weights import is_matrix
 from hetero.batch import Batch
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, 300, 40)]
 SAME = 1e-6  # of norms: the same operators on the same numbers
 
 
-@pytest.fixture(scope="module", params=VARIANTS, ids=[name.replace(" ", "-") for name in VARIANTS])
+@pytest.fixture(scope="module", params=[n.replace(" ", "-") for n in {**VARIANTS, **LAYERS}])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    variant = VARIANTS[request.param]
     path = tmp_path_factory.mktemp("stages") / "m.gguf"
+    name = request.param.replace("-", " ")
+    if name not in VARIANTS:
+        return tiny_experts(path, request.param, sizes=Sizes(experts=4, used=2))
+    variant = VARIANTS[name]
     return tiny_family(path, variant.arch, variant.metadata, **variant.options)
 
 
@@ -72,6 +78,8 @@ def test_each_matrix_is_observed(path: Path):
     driver.stage.compute()
     assert isinstance(driver.stage, ObservingStage)
     driver.stage.check_invariants()
-    matrices = {n: t.shape[0] for n, t in driver.gguf.tensors.items() if len(t.shape) > 1 and "blk." in n}
-    assert {name: len(sums) for name, sums in driver.stage.sums.items()} == matrices
+    names = [n for i in range(driver.config.n_layer) for n in layer_tensors(driver.config, i)]
+    infos = [info for info in map(driver.gguf.tensors.get, names) if info and is_matrix(info)]
+    want = {info.name: info.shape[0] for info in infos}
+    assert {name: sums.shape[-1] for name, sums in driver.stage.sums.items()} == want
     driver.close()

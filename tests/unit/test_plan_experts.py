@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_experts import Sizes, tiny_experts
+from tiny_experts import LAYERS, Sizes, tiny_experts
 from tiny_models import tiny_model
 
 from backends.base import DeviceInfo, DeviceSpec
@@ -128,6 +128,19 @@ def test_the_fewest_are_found_in_few_tries(path: Path, needed: int):
 
     assert fewest(config, [card(MIB)], fits) == (needed if needed <= WITH_EXPERTS else 0)
     assert len(tries) <= 5
+
+
+@pytest.mark.parametrize("arch", LAYERS)
+def test_the_plan_bounds_what_families_take(tmp_path: Path, arch: str):
+    sizes = Sizes(layers=2, embd=256, heads=8, head_dim=32, width=256, dense=512, experts=16, used=4)
+    path = tiny_experts(tmp_path / "m.gguf", arch, sizes=sizes, weight_type="Q8_0")
+    settings = Settings(model=str(path), kv_tokens=1024, threads=1, max_num_seqs=4)
+    prepared = prepare(settings)
+    (planned,), (stage,) = prepared.plan.stages, open_stages(prepared, settings, lambda text, done: None)
+    held = stage.memory()
+    stage.close()
+    assert 0.9 * planned.weight_bytes < held["weights"] <= planned.weight_bytes
+    assert held["compute"] <= planned.compute_bytes and held["experts"] == 0
 
 
 def test_the_plan_bounds_what_a_stage_takes(path: Path, monkeypatch: pytest.MonkeyPatch):
