@@ -21,6 +21,7 @@ ENGINE = (
     "pipeline_depth",
     "isolate",
     "engine",
+    "cpu_moe",
     "ctx",
     "kv_memory",
     "kv_tokens",
