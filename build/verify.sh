@@ -177,6 +177,13 @@ else
   pid='' && say "fill in the middle" 1 "does not serve"
 fi
 
+PYTHONPATH=$here/..:$here/../tests "$python" -c \
+  'import sys, pathlib, llama_models; llama_models.mamba2(pathlib.Path(sys.argv[1]))' "$root/models/mamba2.gguf"
+expect "packing a family of libllama" run -- "${user[@]}" -- "${hetero[@]}" package -m /models/mamba2.gguf \
+  --out /home/user/mamba2
+expect "a family of libllama, inside" run -- "${user[@]}" -- /home/user/mamba2 run x --raw --max-tokens 4
+rm "$root/home/user/mamba2"
+
 cp "$file" "$root/opt/Büro – Ort/hetero"
 same_answer "a path with spaces and accents" -- "${user[@]}" -- "/opt/Büro – Ort/hetero"
 rm "$root/opt/Büro – Ort/hetero"
