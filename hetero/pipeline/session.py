@@ -169,6 +169,8 @@ class Opener:
         device = self._devices.get(name)
         if device is None:
             raise Refused(f"device {name} is not offered; there is {', '.join(self._devices)}")
+        if spec.host_experts:  # its size is not known to whoever plans
+            raise Refused(f"device {name}: a worker keeps no experts in its main memory")
         gguf = open_gguf(self._path)
         config = read_config(gguf, (spec.first, spec.last))
         if header.get("width") != config.n_embd:

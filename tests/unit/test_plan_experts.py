@@ -14,9 +14,9 @@ from tiny_models import tiny_model
 from backends.base import DeviceInfo, DeviceSpec
 from backends.ggml.layers import DeviceLayers
 from backends.ggml.models import read_config
-from backends.ggml.stage import GgmlStage
+from backends.ggml.stage import GgmlStage, StageSpec
 from hetero.launch import open_stages
-from hetero.plan import experts
+from hetero.plan import experts, make
 from hetero.plan.devices import DeviceChoice
 from hetero.plan.experts import fewest
 from hetero.plan.facts import layer_classes
@@ -81,6 +81,16 @@ def test_layers_are_of_another_class_where_their_experts_are_elsewhere(path: Pat
     config = read_config(gguf)
     assert layer_classes(gguf, config) == (0, 1, 1, 1, 1, 1)
     assert layer_classes(gguf, config, 2) == (0, 1, 1, 2, 2, 2)
+
+
+def test_stages_are_timed_with_their_experts_where_they_will_be(path: Path):
+    gguf, opened = open_gguf(path), []
+    settings = Settings(model=str(path), cpu_moe=2, threads=3)
+    subject = make._subject(gguf, read_config(gguf), settings, lambda choice, spec: opened.append(spec), 2)
+    subject.open_stage(card(MIB), StageSpec(0, 2, {0: 0, 1: 0}, (4,), 16, 16))
+    ((spec),) = opened
+    assert (spec.host_experts, spec.host_threads, spec.last) == (2, 3, 2)
+    assert subject.classes == (0, 1, 1, 2, 2, 2)
 
 
 def test_main_memory_has_to_have_room(path: Path, monkeypatch: pytest.MonkeyPatch):

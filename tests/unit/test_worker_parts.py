@@ -20,9 +20,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny_models import tiny_model
 
+from backends.base import DeviceSpec
 from backends.ggml.models import read_config
 from backends.ggml.models.config import ModelError
+from backends.ggml.stage import StageSpec
+from hetero.pipeline.messages import open_header
 from hetero.pipeline.part import ModelPart
+from hetero.pipeline.session import Opener, Refused
 from hetero.worker import secret as secrets
 from hetero.worker.cache import CacheError, PartCache
 from hetero.worker.secret import SecretError, find_secret
@@ -204,6 +208,14 @@ def test_closing_a_worker_frees_its_port():
 VALUES: dict[str, object] = {
     "general.architecture": "llama", "a": 3, "b": -3, "c": 0.1, "d": True, "e": "ü\n", "f": [], "g": 2**63,
 }  # fmt: skip
+
+
+def test_experts_stay_on_the_device():
+    device = SimpleNamespace(name="CUDA0", kind="gpu")
+    opener = Opener(None, None, Path("abc.part"), {"CUDA0": device}, 1)
+    spec = StageSpec(0, 1, {0: 0}, (4,), 16, 16, host_experts=1)
+    with pytest.raises(Refused, match="device CUDA0: a worker keeps no experts in its main memory"):
+        opener.open(open_header("abc", DeviceSpec("CUDA0"), spec, 64), lambda done: None)
 
 
 def test_a_head_reads_back(tmp_path):
