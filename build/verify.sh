@@ -203,6 +203,13 @@ if grep -qw avx2 /proc/cpuinfo; then
   done
 fi
 
+if command -v qemu-x86_64-static >/dev/null && [ "$(uname -m)" = x86_64 ]; then
+  status=0
+  output=$(qemu-x86_64-static -cpu Nehalem "$file" --version 2>&1) || status=$?
+  [ "$status" = 1 ] && [ "$(printf '%s\n' "$output" | wc -l)" = 1 ] && [[ $output == *AVX2* ]] && status=0
+  say "a CPU without AVX2: one sentence" "$status" "$output"
+fi
+
 forget
 mount --rbind "$root" "$root"
 mount -o remount,bind,ro "$root"

@@ -222,6 +222,18 @@ def test_cpu_code_for_a_lower_level(tmp_path, monkeypatch):
     assert found == {"": [], "avx512_vnni": [], "avx_vnni": older, "avx2": older}
 
 
+def test_backends_beside_the_executable_alone(tmp_path, monkeypatch):
+    monkeypatch.setenv("HETERO_EXECUTABLE", str(tmp_path / "hetero"))
+    assert lib.beside_executable() is None
+    monkeypatch.setattr(sys, "frozen", True, raising=False)
+    assert lib.beside_executable() == tmp_path / "hetero-backends"
+    assert lib._backends(lib.beside_executable()) == []
+    (tmp_path / "hetero-backends").mkdir()
+    for name in ("ggml-vulkan", "ggml-cpu-zen4", "ggml-base"):
+        (tmp_path / "hetero-backends" / f"lib{name}.so").touch()
+    assert [path.name for path in lib._backends(lib.beside_executable())] == ["libggml-vulkan.so"]
+
+
 # A module that numba compiles, in a program that says it is frozen, wherever it lies.
 MODULE = """
 from numba import njit
