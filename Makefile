@@ -11,7 +11,7 @@ BENCH_STAMP := .venv-bench/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-uneven install clean
+.PHONY: serve test lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -52,6 +52,10 @@ bench-drafts: $(STAMP)
 # How fast our attention reads keys and values while decoding.
 bench-attention: $(STAMP)
 	$(BIN)/python tests/bench/attention.py $(ARGS)
+
+# How fast our recurrent layers are beside ggml's.
+bench-states: $(STAMP)
+	$(BIN)/python tests/bench/states.py $(ARGS)
 
 # Writes docs/quality.md: what the formats of the KV cache cost. Goes on where it was stopped.
 quality-kv: $(STAMP)

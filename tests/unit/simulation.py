@@ -74,6 +74,7 @@ class Outcome:
     loads: int = 0
     from_host: int = 0
     from_below: int = 0
+    recurrent: bool = False
     reasons: dict[str, FinishReason] = field(default_factory=dict)
 
 
@@ -109,7 +110,7 @@ class Simulation:
         self.accepted: list[Request] = []
         self.cancelled: set[str] = set()
         self.broken: set[str] = set()
-        self.out = Outcome(case.requests)
+        self.out = Outcome(case.requests, recurrent=self.kv.recurrent)
         self.now = 0
         self.empty = 0
 

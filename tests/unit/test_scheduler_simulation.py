@@ -40,6 +40,10 @@ def test_every_request_ends_as_if_alone(start: int) -> None:
         totals["from host"] += out.from_host
         totals["from below"] += out.from_below
         totals.update(out.reasons.values())
+        if out.recurrent:
+            totals["found with states"] += out.cached
+            totals["right guesses with states"] += out.accepted
+            totals["preemptions with states"] += out.preemptions
 
 
 def test_the_worlds_were_not_boring() -> None:
@@ -49,6 +53,8 @@ def test_the_worlds_were_not_boring() -> None:
     for what in ("preemptions", "cached", "copies", *guesses, *tiers, *FinishReason):
         assert totals[what] > 300, totals
     assert totals["from below"] > 50, totals
+    assert min(totals["found with states"], totals["right guesses with states"]) > 300, totals
+    assert totals["preemptions with states"] > 20, totals
 
 
 def test_a_seed_replays() -> None:
