@@ -14,12 +14,13 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
-from hetero.text.output import OutputError, field_of, grammar_of
+from hetero.text.output import MAX_CHARS, OutputError, field_of, grammar_of
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around
 
 CACHED_GRAMMARS = 64
 CACHED_CHARS = 1 << 20  # of their sources
+RELAXED_TOOLS = 1024
 # Room for an object of 5000 properties (OpenAI's bound); a mask then takes about 10 ms.
 _LIMITS = LLParserLimits(
     max_grammar_size=200_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
@@ -67,6 +68,7 @@ class GrammarCompiler:
         self._tokenizer = tokenizer
         self._ll_tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
+        self._relaxed: OrderedDict[str, int] = OrderedDict()  # tools' schemas: which relaxation they need
         self._lock = threading.Lock()
 
     def compile(
@@ -80,9 +82,8 @@ class GrammarCompiler:
     ) -> Grammar | None:
         """A grammar at its start for an answer with this output; None if any text will do.
 
-        `output` is as in hetero.text.output.
-        With `tools` (OpenAI's) the answer calls one of them, or `several`; or, with an output too, is that.
-        `template` is the chat template's source and `prompt_tail` the prompt's end, where the model may
+        `output` is as in hetero.text.output. With `tools` (OpenAI's) the answer calls one of them, or
+        `several`; or, with an output too, is that. `template` is the chat template's source and `prompt_tail` the prompt's end, where the model may
         reason first. Raises OutputError. The first call takes up to a second if `warm_up` was not called.
         """
         inner = grammar_of(output)
@@ -98,16 +99,27 @@ class GrammarCompiler:
 
     def _arguments(self, function: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
         """A tool's name and the strictest schema of its arguments that can be enforced."""
-        error: OutputError | None = None
-        for schema in arguments_schemas(function.get("parameters") or {}):
-            try:
-                self._matcher(json.dumps({"grammars": [{"json_schema": schema}]}), "tools")
-            except OutputError as caught:
-                error = caught
-            else:
-                return function["name"], schema
-        assert error is not None
-        raise error
+        parameters = function.get("parameters") or {}
+        schemas, key = arguments_schemas(parameters), json.dumps(parameters)
+        with self._lock:
+            which = self._relaxed.get(key)
+        if which is None:
+            which = self._strictest(schemas)
+            with self._lock:
+                self._relaxed[key] = which
+                while len(self._relaxed) > RELAXED_TOOLS or sum(map(len, self._relaxed)) > CACHED_CHARS:
+                    self._relaxed.popitem(last=False)
+        return function["name"], schemas[which]
+
+    def _strictest(self, schemas: Sequence[Mapping[str, Any]]) -> int:
+        """The first that can be enforced; the last always can."""
+        if len(json.dumps(schemas[0])) > MAX_CHARS:
+            return len(schemas) - 1
+        for which, schema in enumerate(schemas[:-1]):
+            with contextlib.suppress(OutputError):
+                _compile(self._index("tools"), json.dumps({"grammars": [{"json_schema": schema}]}), "tools")
+                return which
+        return len(schemas) - 1
 
     def _mark_token(self, mark: str) -> int | None:
         ids = self._tokenizer.encode(mark, parse_special=True, add_special=False)

@@ -209,9 +209,10 @@ def test_what_cannot_be_enforced_is_refused(compiler, output, words):
         {"type": "array", "items": {"type": "string"}},
         {"type": "object", "properties": {"a": {"type": "nonsense"}}},
         {"x-guidance": {"whitespace_pattern": "x"}, "type": "object"},
+        {"type": "object", "description": "x" * MAX_CHARS, "properties": {"a": {"type": "integer"}}},
         {"$schema": "http://json-schema.org/draft-07/schema#", "if": {"required": ["a"]}, "then": False},
     ],
-    ids=str,
+    ids=lambda parameters: str(parameters)[:80],
 )
 def test_schemas_of_tools_are_relaxed(writer, compiler, parameters):
     """What a grammar cannot check is left to the tool; the arguments are an object whatever happens."""
