@@ -83,8 +83,9 @@ class GrammarCompiler:
         """A grammar at its start for an answer with this output; None if any text will do.
 
         `output` is as in hetero.text.output. With `tools` (OpenAI's) the answer calls one of them, or
-        `several`; or, with an output too, is that. `template` is the chat template's source and `prompt_tail` the prompt's end, where the model may
-        reason first. Raises OutputError. The first call takes up to a second if `warm_up` was not called.
+        `several`; or, with an output too, is that. `template` is the chat template's source and `prompt_tail`
+        the prompt's end, where the model may reason first. Raises OutputError. The first call takes up to a
+        second if `warm_up` was not called.
         """
         inner = grammar_of(output)
         if inner is None and not tools:
