@@ -19,7 +19,7 @@ from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around
 
 CACHED_GRAMMARS = 64
-CACHED_CHARS = 1 << 20  # of their sources
+CACHED_CHARS = 1 << 18  # of their sources; a compiled one takes up to 400 times as much
 RELAXED_TOOLS = 1024
 # Room for an object of 5000 properties (OpenAI's bound); a mask then takes about 10 ms.
 _LIMITS = LLParserLimits(

@@ -28,6 +28,12 @@ def begun_in(prompt_tail: str, tags: tuple[str, str]) -> bool:
     return prompt_tail.rstrip().endswith(tags[0])
 
 
+def left_open(text: str, template: str) -> str:
+    """The opening tag, if this beginning of an answer has begun to reason and not ended it; else ""."""
+    tags = tags_of(template)
+    return tags[0] if tags is not None and text.rfind(tags[0]) > text.rfind(tags[1]) else ""
+
+
 class ReasoningParser:
     """Reasoning first, if any, then what `answer` makes of the rest. Blanks around reasoning are dropped."""
 

@@ -14,8 +14,9 @@ from hetero.text.fill_in import OtherFile, fill_in_prompt
 from hetero.text.grammar import Grammar, GrammarCompiler
 from hetero.text.output import OutputError
 from hetero.text.parts import PartsParser, capabilities, marks_of, parser_for
+from hetero.text.reasoning import left_open
 from hetero.text.special import FimTokens, fim_tokens
-from hetero.text.template import ChatTemplate, TemplateError
+from hetero.text.template import ChatTemplate, TemplateError, content_text
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.choice import choose
 from hetero.text.tools.families import HARMONY, family_of, takes_tools
@@ -97,6 +98,8 @@ class TextService:
         except TemplateError as error:
             raise RequestError(str(error), field="messages") from error
         tail, grammar = text[-TAIL_CHARS:], None
+        if continue_final_message:
+            tail += left_open(content_text(messages[-1].get("content"), "messages"), template.source)
         if forced or output is not None:
             grammar = await self._compile(
                 output, tools=chosen, several=several, template=template.source, prompt_tail=tail

@@ -201,7 +201,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
             raise TemplateError(f"{where} must be an object with a role")
         entry = dict(message)
         entry["role"] = "system" if entry["role"] == "developer" else entry["role"]
-        entry["content"] = _content_text(entry.get("content"), f"{where}.content")
+        entry["content"] = content_text(entry.get("content"), f"{where}.content")
         if isinstance(entry.get("tool_calls"), list):
             entry["tool_calls"] = [_parsed_call(call) for call in entry["tool_calls"]]
         if chat and entry["role"] == "system" and all(m["role"] == "system" for m in chat):
@@ -211,7 +211,8 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     return chat
 
 
-def _content_text(content: Any, where: str) -> str:
+def content_text(content: Any, where: str) -> str:
+    """A message's content as one string. TemplateError, naming `where`, if it is not text."""
     if content is None or isinstance(content, str):
         return content or ""
     if not isinstance(content, (list, tuple)):

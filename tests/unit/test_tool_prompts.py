@@ -9,6 +9,7 @@ import pytest
 
 from hetero.request import RequestError
 from hetero.text.grammar import GrammarCompiler
+from hetero.text.parts import ReasoningPart, TextPart
 from hetero.text.service import TextService
 from hetero.text.template import CHATML, ChatTemplate
 from hetero.text.tokenizer import Tokenizer
@@ -136,3 +137,18 @@ def test_what_was_thought_before_a_call_reaches_the_template():
     call = {"role": "assistant", "content": None, "tool_calls": [CALL], "reasoning_content": "Look."}
     said = {"role": "assistant", "content": "Sunny.", "reasoning_content": "Easy."}
     assert with_thinking([USER, call, said]) == [USER, {**call, "thinking": "Look."}, said]
+
+
+def test_reasoning_that_the_assistants_message_has_begun(tokenizer):
+    source = "</think>" + CHATML
+    service = TextService(tokenizer, ChatTemplate.of(source, tokenizer), GrammarCompiler(tokenizer))
+    try:
+        for begun, wanted in (
+            ("<think>Let me", ReasoningPart("see")),
+            ("<think>x</think>So", TextPart("see")),
+        ):
+            said = {"role": "assistant", "content": begun}
+            prompt = asyncio.run(service.chat([USER, said], continue_final_message=True))
+            assert prompt.new_parser().push("see") == [wanted]
+    finally:
+        service.close()
