@@ -56,7 +56,7 @@ def test_as_few_as_have_to(path: Path, cards: int):
         return plan(path, [card(nbytes, f"CUDA{i}") for i in range(cards)])
 
     counts = []
-    for nbytes in range(1 * MIB, 80 * MIB, 3 * MIB):
+    for nbytes in range(MIB, 80 * MIB, 2 * MIB // cards):
         made = on(nbytes).plan
         counts.append(made.host_experts if made.fits else WITH_EXPERTS + 1)
         said = [reason for reason in made.reasons if "in main memory" in reason]
