@@ -9,6 +9,7 @@ import numpy as np
 
 from backends.ggml.devices import Device, DeviceError
 from backends.ggml.lib import BUFFER_USAGE_WEIGHTS, ggml
+from backends.ggml.models.delta_net import CONVOLUTION
 from quant.gguf import GGUFFile, TensorInfo
 
 HOST_ALIGNMENT = 32  # ggml's CPU kernels expect it of a tensor's first byte
@@ -20,8 +21,8 @@ Progress = Callable[[int], None]  # called with bytes done since the last call
 
 
 def is_matrix(info: TensorInfo) -> bool:
-    """Whether something is multiplied by the tensor; experts' biases have two dimensions too."""
-    return len(info.shape) > 1 and info.name.endswith(".weight")
+    """Whether something is multiplied by the tensor; experts' biases and convolutions have two dimensions."""
+    return len(info.shape) > 1 and info.name.endswith(".weight") and not info.name.endswith(CONVOLUTION)
 
 
 class Weights:

@@ -19,7 +19,7 @@ from tiny_hybrid import tiny_hybrid
 from tiny_models import libllama_logits
 
 from backends.ggml.layers import DeviceLayers
-from backends.ggml.models import FAMILIES
+from backends.ggml.models import FAMILIES, ModelError, read_config
 from backends.ggml.stage import GgmlStage
 from hetero import launch
 from hetero.plan.devices import DeviceChoice
@@ -103,6 +103,33 @@ PARTS = ("ssm_conv1d.weight", "ssm_norm.weight", "ssm_alpha.weight", "ssm_beta.w
 
 def test_every_recurrent_family_is_here():
     assert {arch for arch, _ in VARIANTS} == {name for name, family in FAMILIES.items() if family.recurrent}
+
+
+def test_what_is_refused(tmp_path):
+    """Sizes that cannot be, and weights that our kernels read as they are; with the key or the tensor."""
+
+    def refusal(metadata: dict, tensors: dict | None = None) -> str:
+        path = tiny_hybrid(tmp_path / "m.gguf", metadata=metadata)
+        if tensors:
+            path = rewrite(path, tmp_path / "other.gguf", {}, tensors)
+        with open_gguf(path) as gguf, pytest.raises(ModelError) as caught:
+            read_config(gguf)
+        return str(caught.value)
+
+    for key, value in (
+        ("ssm.state_size", 24),
+        ("ssm.group_count", 3),
+        ("ssm.time_step_rank", 0),
+        ("ssm.conv_kernel", 1),
+        ("ssm.inner_size", 65),
+        ("full_attention_interval", 0),
+    ):
+        assert f"qwen35.{key.split('.')[0]}" in refusal({f"qwen35.{key}": value})
+    assert "none of the 4 layers attends" in refusal({"qwen35.full_attention_interval": 9})
+    assert "sections" in refusal({"qwen35.rope.dimension_sections": np.array([2, 1, 0, 1], np.int32)})
+    halfs = {"blk.0.ssm_conv1d.weight": Raw("F16", (4, 128), bytes(1024))}
+    assert "blk.0.ssm_conv1d.weight is F16; convolutions must be F32" in refusal({}, halfs)
+    assert "attn_gate.weight" in refusal({}, {"blk.0.attn_gate.weight": Raw("F32", (64, 32), bytes(8192))})
 
 
 @pytest.mark.parametrize("name", ["ssm_a", "ssm_dt.bias", *PARTS])

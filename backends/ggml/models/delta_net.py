@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 LANES = 16  # of the CPU's vectors: heads are whole ones
 F32_BYTES = 4
+CONVOLUTION = "ssm_conv1d.weight"  # of a few values for each channel, and no matrix
 PROJECTIONS = ("attn_qkv", "attn_gate", "ssm_alpha", "ssm_beta")
 
 
@@ -64,7 +65,7 @@ class DeltaNet:
             "attn_gate.weight": (n_embd, self.value_width),
             "ssm_alpha.weight": (n_embd, self.value_heads),
             "ssm_beta.weight": (n_embd, self.value_heads),
-            "ssm_conv1d.weight": (self.taps, self.conv_width),
+            CONVOLUTION: (self.taps, self.conv_width),
             "ssm_dt.bias": (self.value_heads,),
             "ssm_a": (self.value_heads,),
             "ssm_norm.weight": (self.dim,),

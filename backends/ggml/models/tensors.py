@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from typing import TYPE_CHECKING
 
 from backends.ggml.lib import TYPE_F32
+from backends.ggml.models.delta_net import CONVOLUTION
 from backends.ggml.models.metadata import ModelError
 from backends.ggml.models.mixture import expert_weights
 from quant.gguf import GGUFFile
@@ -175,9 +176,10 @@ def check_tensors(gguf: GGUFFile, config: ModelConfig, layers: tuple[int, int], 
             raise ModelError(f"{gguf.path.name}: tensor {name} is missing")
         if info.shape != shape:
             raise ModelError(f"{gguf.path.name}: tensor {name} has shape {info.shape}, expected {shape}")
-        if len(shape) == 1 and info.type != TYPE_F32:
+        if (len(shape) == 1 or name.endswith(CONVOLUTION)) and info.type != TYPE_F32:
             kind = GGML_TYPES[info.type].name
-            raise ModelError(f"{gguf.path.name}: tensor {name} is {kind}; norms and biases must be F32")
+            what = "norms and biases" if len(shape) == 1 else "convolutions"
+            raise ModelError(f"{gguf.path.name}: tensor {name} is {kind}; {what} must be F32")
     for name in gguf.tensors:
         if name in wanted or (spare and _is_beyond(name, config.n_layer)):
             continue
