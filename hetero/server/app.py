@@ -98,6 +98,9 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
             return json_response({"status": "ok"})
         return json_response({"status": "unavailable", "reason": reason}, status=503)
 
+    async def all_models(request: web.Request) -> web.StreamResponse:
+        return await models.all_models(request, context)
+
     async def one_model(request: web.Request) -> web.StreamResponse:
         return await models.one_model(request, context)
 
@@ -113,7 +116,7 @@ def create_app(engine: AsyncEngine, settings: ServerSettings) -> web.Application
     app.router.add_get("/v1/health", health)
     app.router.add_get("/metrics", metrics.handle)
     app.router.add_get("/recording", recorder.handle)
-    app.router.add_get("/v1/models", telling(models.model_list, context))
+    app.router.add_get("/v1/models", all_models)
     app.router.add_get("/v1/models/{id:.+}", one_model)
     responses = Responses(context)
     for path, prepare in {**GENERATING, "/v1/responses": responses.prepare}.items():

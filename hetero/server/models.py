@@ -11,8 +11,12 @@ from hetero.server.errors import ApiError, json_response
 from hetero.server.ollama.models import details, timestamp
 
 
-def model_list(context: Context) -> dict[str, Any]:
-    """OpenAI's and Anthropic's list, and `models` as llama-server and Codex have it."""
+def model_list(context: Context, for_codex: bool = False) -> dict[str, Any]:
+    """OpenAI's and Anthropic's list, and `models` as llama-server has it.
+
+    Codex reads entries of another form from `models`, each with a prompt for its agent. There is none to give
+    it: an empty list leaves it the one that it has for models it does not know.
+    """
     entry, info = model_entry(context), context.engine.info
     also = {
         "name": info.name,
@@ -21,7 +25,7 @@ def model_list(context: Context) -> dict[str, Any]:
         "details": details(info),
     }
     ends = {"first_id": info.name, "last_id": info.name, "has_more": False}
-    return {"object": "list", "data": [entry], **ends, "models": [also]}
+    return {"object": "list", "data": [entry], **ends, "models": [] if for_codex else [also]}
 
 
 def model_entry(context: Context) -> dict[str, Any]:
@@ -40,6 +44,10 @@ def model_entry(context: Context) -> dict[str, Any]:
         "max_input_tokens": info.n_ctx,
         "meta": meta,
     }
+
+
+async def all_models(request: web.Request, context: Context) -> web.Response:
+    return json_response(model_list(context, for_codex="client_version" in request.query))
 
 
 async def one_model(request: web.Request, context: Context) -> web.Response:

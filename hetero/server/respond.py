@@ -64,7 +64,10 @@ class Answer:
                 await events.start()
                 await events.write(writer.begin())
                 async for piece in self.generation.pieces(settings.keep_alive):
-                    await events.write(writer.keep_alive() if piece is None else writer.piece(piece))
+                    text = "" if piece is None else writer.piece(piece)
+                    # A piece may say nothing yet, and so may many: of a call that is only sent whole.
+                    silent = events.silence >= settings.keep_alive
+                    await events.write(text or (writer.keep_alive() if piece is None or silent else ""))
                 await events.write(writer.end(self.generation.usage))
             except (ClientGone, ConnectionError):
                 raise

@@ -24,6 +24,7 @@ class EventStream:
         self._request = request
         self._timeout = settings.write_timeout
         self._writing_since: float | None = None
+        self._wrote = 0.0  # when the last write ended
         self._watch: asyncio.TimerHandle | None = None
         self.response = web.StreamResponse(
             headers={
@@ -35,7 +36,13 @@ class EventStream:
 
     async def start(self) -> None:
         await self.response.prepare(self._request)
+        self._wrote = asyncio.get_running_loop().time()
         self._watch_writes()
+
+    @property
+    def silence(self) -> float:
+        """Seconds since something was last written."""
+        return asyncio.get_running_loop().time() - self._wrote
 
     def close(self) -> None:
         if self._watch is not None:
@@ -52,6 +59,7 @@ class EventStream:
             raise ClientGone from error
         finally:
             self._writing_since = None
+            self._wrote = asyncio.get_running_loop().time()
 
     async def end(self) -> None:
         await self.response.write_eof()

@@ -63,6 +63,14 @@ async def test_llamacpp_20156_lmstudio_1383_tools_of_unknown_types(
 async def test_codex_35758_models_are_also_under_models(client: Client) -> None:
     body = (await client.get("/v1/models")).json
     assert [m["name"] for m in body["models"]] == [m["id"] for m in body["data"]] == ["fake-model"]
+    # Codex says who it is, and fails on entries without a prompt for its agent; none are fine.
+    assert (await client.get("/v1/models?client_version=0.171.0")).json == {**body, "models": []}
+
+
+async def test_codex_finds_an_ollama_new_enough(client: Client) -> None:
+    """`codex exec --oss` refuses any before 0.13.4, the first with responses."""
+    version = (await client.get("/api/version")).json["version"]
+    assert tuple(int(part) for part in version.split(".")) >= (0, 13, 4)
 
 
 @pytest.mark.parametrize("options", [None, {}, {"include_usage": False}, {"include_usage": True}])

@@ -9,7 +9,7 @@ from typing import Any
 import ollama
 import pytest
 
-from .background import CLOCK, KEY, THINKING, WEATHER, in_background
+from .background import CLOCK, HERMES, KEY, THINKING, WEATHER, in_background
 from .client import Client, Reply, running
 from .fake_engine import FakeEngine
 
@@ -204,6 +204,15 @@ async def test_lines_while_nothing_comes() -> None:
             first, *_, last = lines(await client.post(path, body))
             assert not first["done"] and last["done"]
             assert first.get("response") == "" or first["message"]["content"] == ""
+
+
+async def test_lines_while_a_call_is_written(engine: FakeEngine) -> None:
+    """It is sent whole: until then there is nothing to send."""
+    engine.template_source, engine.script, engine.token_seconds = HERMES, WEATHER, 0.005
+    async with running(engine, keep_alive=0.02) as client:
+        *waiting, call, last = lines(await client.post("/api/chat", {"messages": [USER], "tools": [TOOL]}))
+    assert call["message"]["tool_calls"] and last["done"]
+    assert len(waiting) >= 3 and all(line["message"]["content"] == "" for line in waiting)
 
 
 @pytest.fixture(scope="module")

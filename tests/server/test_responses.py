@@ -293,3 +293,15 @@ def test_the_openai_package_calls_a_tool(
     result: Any = {"type": "function_call_output", "call_id": call.call_id, "output": "18 C"}
     api.responses.create(input=[{"role": "user", "content": "weather?"}, *final.output, result], **ask)
     assert [m["role"] for m in engine_in_background.rendered[-1][0]] == ["user", "assistant", "tool"]
+
+
+async def test_silence_is_filled_with_events(engine: FakeEngine) -> None:
+    """Not with comments, which Codex does not count."""
+    engine.prefill_seconds = 0.2
+    async with running(engine, keep_alive=0.02) as client:
+        reply = await client.post("/v1/responses", {"input": "hi", "stream": True})
+    names = [line[7:] for line in reply.text.splitlines() if line.startswith("event: ")]
+    assert names.count("response.in_progress") >= 3 and names[-1] == "response.completed"
+    assert ": keep-alive" not in reply.text
+    events = [json.loads(line[6:]) for line in reply.text.splitlines() if line.startswith("data: ")]
+    assert [event["sequence_number"] for event in events] == list(range(len(events)))

@@ -13,8 +13,8 @@ from hetero.server.validate import Fields
 if TYPE_CHECKING:
     from hetero.async_engine import ModelInfo
 
-# The version of Ollama whose API this is: VS Code asks for 0.6.4 at least.
-VERSION = "0.12.0"
+# The version of Ollama whose API this is, the first with /v1/messages. VS Code wants 0.6.4, Codex 0.13.4.
+VERSION = "0.14.0"
 NEVER = "9999-12-31T23:59:59Z"  # when the model is unloaded
 
 

@@ -39,7 +39,8 @@ class ResponsesWriter:
         )
 
     def keep_alive(self) -> str:
-        return sse.COMMENT
+        """An event, as Codex gives up on streams without any for 300 s, whatever comments there are."""
+        return self._event("response.in_progress", response=self._response("in_progress", []))
 
     def piece(self, piece: Piece) -> str:
         return "".join([self._events(change) for change in self._choice.add(piece)])
