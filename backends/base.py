@@ -105,6 +105,9 @@ class BatchLike(Protocol):
     @property
     def only_argmax(self) -> bool: ...
 
+    @property
+    def embeds(self) -> bool: ...
+
 
 class HostMemoryView(Protocol):
     """A stage's slots in main memory, for this process to read and write. See backends.host_memory.
@@ -137,7 +140,8 @@ class StageBackend(Protocol):
         """Run the prepared step.
 
         Returns float32 [T, n_embd], or the logits [L, n_vocab] from the last stage; none, [0, n_vocab], where
-        the batch wants `only_argmax` and it is known: they are most of what a stage hands on. The array is
+        the batch wants `only_argmax` and it is known: they are most of what a stage hands on. From a batch
+        that `embeds` it gives no logits but all rows [T, n_embd], behind the model's last norm. The array is
         overwritten only after as many further calls as steps can be in flight, the result of a
         pipeline of one stage by the next call.
         """

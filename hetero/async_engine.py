@@ -50,6 +50,8 @@ class ModelInfo:
     quantization: str
     created: int
     has_chat_template: bool
+    n_embd: int = 0
+    pooling: str | None = None  # how embeddings are made, see embedding.py; None: there are none
     placements: tuple[Placement, ...] = ()
     notes: tuple[str, ...] = ()
 
@@ -182,9 +184,11 @@ class AsyncEngine:
         request_id: str,
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
+        embeds: bool = False,
     ) -> RequestStream:
         """Start a request. `request_id` must not be in use; `grammar` must be this request's own; `shown`
-        are control tokens that the text is to hold, with what they add to it.
+        are control tokens that the text is to hold, with what they add to it. `embeds`: nothing is generated,
+        and the one delta has the text's embedding.
 
         RequestError when it can never run: code "context_length_exceeded" with both counts when
         the prompt does not fit, "unavailable" when nothing is generated any more, "device_unavailable"
@@ -194,6 +198,8 @@ class AsyncEngine:
         self._engine.scheduler.check_fits(len(prompt))
         if not 0 <= min(prompt) <= max(prompt) < self.info.n_vocab:
             raise RequestError(f"token ids must be from 0 to {self.info.n_vocab - 1}")
+        if embeds and self.info.pooling is None:
+            raise RequestError(f"the model {self.info.name} gives no embeddings here", "model")
         client = CLIENT.get()
         scope = client if self._cache_by_client else ""
         request = Request(
@@ -205,6 +211,7 @@ class AsyncEngine:
             cache_scope=scope,
             trace_parent=TRACE_PARENT.get(),
             shown=shown or {},
+            pooling=self.info.pooling if embeds else None,
         )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request_id, self._post_abort)

@@ -52,6 +52,9 @@ class Step:
     `spills` happen before anything else of the step, in particular before the copies. `loads` come
     after them and end before anything of the *next* step: no token of this step attends what they bring.
     A step may have moves alone and no requests.
+
+    A step that `embeds` has requests for embeddings alone: it gives each token's row behind the model's last
+    norm, and no logits. Then `sampled[i]` says whether it reaches the end of the request.
     """
 
     step_id: int
@@ -65,6 +68,7 @@ class Step:
     spills: list[BlockMove] = field(default_factory=list)
     loads: list[BlockMove] = field(default_factory=list)
     preempted_ids: list[str] = field(default_factory=list)
+    embeds: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -110,6 +114,7 @@ class Batch:
     spills: Sequence[BlockMove] = ()
     loads: Sequence[BlockMove] = ()
     only_argmax: bool = False  # of the logits nothing but the largest is asked for
+    embeds: bool = False  # all rows behind the last norm are asked for, in place of logits
     state_sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
     state_writes: np.ndarray = field(default_factory=lambda: np.zeros((0, 3), np.int32))
 
@@ -151,6 +156,7 @@ def build(step: Step, num_groups: int, block_size: int, only_argmax: bool = Fals
         spills=step.spills,
         loads=step.loads,
         only_argmax=only_argmax,
+        embeds=step.embeds,
         state_sources=np.array([state.source for state in step.states], np.int32),
         state_writes=_state_writes(step),
     )

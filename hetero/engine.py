@@ -12,7 +12,8 @@ import numpy as np
 
 from hetero import batch
 from hetero.batch import Step
-from hetero.generation import Generation, Outcome, Sink, one_line, sample_step
+from hetero.embedding import Pool
+from hetero.generation import Generation, Outcome, Sink, one_line, pool_step, sample_step
 from hetero.protocols import GrammarLike, ResultLike, RunnerLike, SamplerLike, TokenizerLike
 from hetero.request import FinishReason, OutputDelta, Request
 from hetero.sampling.sampler import SamplerState
@@ -92,7 +93,10 @@ class Engine:
         self.scheduler.add(request)
         if not self._generations:
             self.last_progress = self.clock()
-        self._generations[request.request_id] = Generation(request, sink, state, detokenizer, grammar, mask)
+        generation = Generation(request, sink, state, detokenizer, grammar, mask)
+        if request.pooling is not None:
+            generation.pool = Pool(request.pooling)
+        self._generations[request.request_id] = generation
         if self.speculation is not None:
             self.speculation.add(request)
         if self.tracer is not None:
@@ -226,6 +230,8 @@ class Engine:
 
     def _is_greedy(self, step: Step) -> bool:
         """Whether each next token is simply the likeliest one."""
+        if step.embeds:
+            return False
         due = (r for r, sampled in zip(step.requests, step.sampled, strict=True) if sampled)
         generations = (self._generations[r.request_id] for r in due)
         return all(g.state.plain and g.grammar is None for g in generations)
@@ -248,9 +254,7 @@ class Engine:
             self._fail_step(step, result.error or RuntimeError("no logits came back"))
         else:
             try:
-                outcome = sample_step(
-                    step, self._generations, self.sampler, self.tokenizer, result.logits, result.argmax
-                )
+                outcome = self._outcome(step, result.logits, result.argmax)
             except Exception as error:  # not one request's fault: the whole step is lost
                 self._fail_step(step, error)
             else:
@@ -274,6 +278,11 @@ class Engine:
         self._observe_costs(step, result)
         self._account(step, min(graph_seconds, busy_seconds))
 
+    def _outcome(self, step: Step, rows: np.ndarray, argmax: np.ndarray | None) -> Outcome:
+        if step.embeds:
+            return pool_step(step, self._generations, rows)
+        return sample_step(step, self._generations, self.sampler, self.tokenizer, rows, argmax)
+
     def _observe_costs(self, step: Step, result: ResultLike) -> None:
         """What moves and tokens cost: the slowest stage's time, for what all stages have moved."""
         moved = sum(stage.moved_bytes for stage in result.stages)
@@ -287,7 +296,7 @@ class Engine:
         seconds = now - self._busy_since
         self._busy_since = self.last_progress = now
         self._stats.step_seconds += seconds
-        if self.speculation is not None:
+        if self.speculation is not None and not step.embeds:
             self.speculation.observe_seconds(step, seconds)
         self._stats.host_seconds += max(0.0, seconds - computed_seconds)
 
@@ -356,6 +365,7 @@ class Engine:
         else:
             delta.text += generation.detokenizer.finish()
             delta.stop_string = generation.detokenizer.stop_string
+            delta.embedding = generation.embedding
         delta.num_prompt_tokens = len(request.prompt_token_ids)
         delta.num_output_tokens = len(request.output_token_ids)
         delta.num_cached_tokens = request.num_cached_tokens

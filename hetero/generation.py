@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from hetero.batch import Step
+from hetero.embedding import Pool, split_rows
 from hetero.protocols import GrammarLike, SamplerLike, TokenizerLike
 from hetero.request import FinishReason, OutputDelta, Request, Timings, TokenLogprob
 from hetero.sampling.sampler import SamplerState
@@ -32,6 +33,8 @@ class Generation:
     last_token_time: float | None = None
     num_drafted: int = 0
     num_accepted: int = 0
+    pool: Pool | None = None  # of a request for embeddings
+    embedding: list[float] | None = None
     error: str | None = None
     error_code: str | None = None
 
@@ -113,6 +116,26 @@ def sample_step(
         accepted = verify([step.drafts[i] for i in due], sample)
         for i, number in zip(due, accepted, strict=True):
             outcome.num_accepted[i] = number
+    return outcome
+
+
+def pool_step(step: Step, generations: Mapping[str, Generation], rows: np.ndarray) -> Outcome:
+    """Take in the rows of a step that embeds, float32 [T, n_embd], and end what is complete."""
+    size = len(step.requests)
+    outcome = Outcome([[] for _ in range(size)], [""] * size, [[] for _ in range(size)], [0] * size)
+    parts = split_rows(rows, step.num_scheduled_tokens)
+    for request, start, due, part in zip(step.requests, step.starts, step.sampled, parts, strict=True):
+        generation = generations.get(request.request_id)
+        if generation is None or generation.pool is None:
+            continue  # it ended when an earlier one of its steps failed
+        generation.pool.add(start, part)
+        if due and not request.abort_requested:
+            outcome.finished[request.request_id] = FinishReason.STOP
+            try:
+                generation.embedding = generation.pool.result()
+            except ValueError as error:
+                generation.error = one_line(error)
+                outcome.finished[request.request_id] = FinishReason.ERROR
     return outcome
 
 

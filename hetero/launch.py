@@ -303,6 +303,7 @@ def _model_info(
     prepared: Prepared, settings: Settings, n_ctx: int, has_template: bool, places: tuple[Placement, ...]
 ) -> ModelInfo:
     from hetero.async_engine import ModelInfo
+    from hetero.embedding import pooling_of
 
     return ModelInfo(
         name=settings.model_name or prepared.model.name,
@@ -316,6 +317,8 @@ def _model_info(
         quantization=quantization(prepared.gguf),
         created=int(prepared.model.path.stat().st_mtime),
         has_chat_template=has_template,
+        n_embd=prepared.config.n_embd,
+        pooling=pooling_of(prepared.gguf.metadata) if prepared.llama is None else None,
         placements=places,
         notes=prepared.plan.notes,
     )

@@ -56,6 +56,16 @@ class Request:
     client: str = ""  # who asks: a digest of the API key; "" where none is needed
     trace_parent: str = ""  # the W3C traceparent that came with it
     shown: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that the text is to hold
+    pooling: str | None = None  # nothing is generated but one vector, see embedding.py
+
+    @property
+    def embeds(self) -> bool:
+        return self.pooling is not None
+
+    @property
+    def needs_every_row(self) -> bool:
+        """Whether all of it must be computed, whatever of it is in the cache."""
+        return self.embeds and self.pooling != "last"
 
     @property
     def in_flight(self) -> bool:
@@ -127,6 +137,7 @@ class OutputDelta:
     num_output_tokens: int = 0
     num_cached_tokens: int = 0
     timings: Timings | None = None  # in the last delta
+    embedding: list[float] | None = None  # in the last delta, where one was asked for
 
 
 class RequestError(ValueError):

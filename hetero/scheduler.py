@@ -10,6 +10,7 @@ from hetero import shares
 from hetero.admission import Admission, check_prompt_fits
 from hetero.batch import Step
 from hetero.drafts import Drafter, add_drafts, take_drafts
+from hetero.ending import why_it_ends
 from hetero.kv.manager import KVManager
 from hetero.request import FinishReason, Request, RequestStatus
 from hetero.scheduler_checks import check_scheduler
@@ -36,6 +37,8 @@ class Scheduler:
 
     `num_computed_tokens` advances as tokens are scheduled: stages compute steps in their order, so
     whatever is scheduled later may rely on them. Updates come in the order of the steps, too.
+
+    A step either generates or embeds, in turns while there are requests of both kinds.
 
     What a step has left of its budget a `drafter` may fill with guesses, see drafts.py. A new request that
     waits for the disk is outside of the queue: see kv/below.py.
@@ -68,6 +71,8 @@ class Scheduler:
         self._steps: dict[int, Step] = {}  # in flight
         self._doomed: set[int] = set()  # in flight behind a step that failed
         self._last_step_id = 0
+        self._num_embedding = 0  # requests for embeddings
+        self._embedded = False  # the last step did
         self._admission = Admission(kv, max_num_batched_tokens, self.max_total_tokens)
 
     # -- requests ------------------------------------------------------------------------------
@@ -117,7 +122,8 @@ class Scheduler:
         if request.request_id in self._requests:
             raise ValueError(f"request {request.request_id} is already here")
         self._requests[request.request_id] = request
-        if self.kv.below is None or not self.kv.below.hold(request):
+        self._num_embedding += request.embeds
+        if self.kv.below is None or request.needs_every_row or not self.kv.below.hold(request):
             self._queue(request)
 
     def _queue(self, request: Request) -> None:
@@ -155,8 +161,12 @@ class Scheduler:
         here = itertools.chain(self._running, soon)
         # of the whole step: what is scheduled on the way must not shrink it
         most = shares.token_budget(here, self.max_num_batched_tokens, self.pipeline_depth)
-        self._schedule_running(step, most)
-        self._schedule_waiting(step, most)
+        for step.embeds in shares.turns(self._embedded, self._num_embedding, len(self._requests)):
+            self._schedule_running(step, most)
+            self._schedule_waiting(step, most)
+            if step.requests:
+                break
+        self._embedded = step.embeds = step.embeds and bool(step.requests)
         self._add_drafts(step)
         step.spills, step.loads = self.kv.take_moves(idle=not step.requests)
         if not (step.requests or step.copies or step.spills or step.loads):
@@ -166,8 +176,8 @@ class Scheduler:
         return step
 
     def _schedule_running(self, step: Step, most: int) -> None:
-        ready = self.micro_batch()
-        newcomers = bool(self._waiting) and len(self._running) < self.max_num_seqs
+        ready = self.micro_batch(step.embeds)
+        newcomers = self._head_is(step.embeds) and len(self._running) < self.max_num_seqs
         kept = shares.kept_for_newcomers(most, newcomers)
         streams = sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)  # still to be served
         for request in ready:
@@ -189,7 +199,7 @@ class Scheduler:
     def _schedule_waiting(self, step: Step, most: int) -> None:
         everybody = min(self.max_num_seqs, len(self._running) + len(self._waiting))
         while (
-            self._waiting
+            self._head_is(step.embeds)
             and len(self._running) < self.max_num_seqs
             and len(step.requests) < shares.share_of(everybody, self.pipeline_depth)
             and step.num_tokens < most
@@ -214,11 +224,16 @@ class Scheduler:
             if count:
                 self._put(request, count, step)
 
-    def micro_batch(self) -> list[Request]:
-        """The running requests that the next step serves, in order: about 1/P of what all that run
+    def _head_is(self, embeds: bool) -> bool:
+        """Whether a request waits, and the first is one for embeddings, or is none."""
+        return bool(self._waiting) and self._waiting[0].embeds == embeds
+
+    def micro_batch(self, embeds: bool = False) -> list[Request]:
+        """The running requests that the next step of a kind serves, in order: about 1/P of what all that run
         cost, and further chunks of prompts that are on their way already."""
         lost = {id(r) for step_id in self._doomed for r in self._steps[step_id].requests}
-        return shares.micro_batch(self._running, lost, self.pipeline_depth)
+        running = [r for r in self._running if r.embeds == embeds] if self._num_embedding else self._running
+        return shares.micro_batch(running, lost, self.pipeline_depth)
 
     def _claim(self, request: Request, budget: int, step: Step, kept: int) -> int | None:
         """Reuse what is cached, then take blocks for up to `budget` further tokens, but leave `kept` free.
@@ -245,7 +260,7 @@ class Scheduler:
 
     def _add_drafts(self, step: Step) -> None:
         """Once all have their share: a guess must not take anybody's tokens or blocks."""
-        if self.drafter is None:
+        if self.drafter is None or step.embeds:
             return
         limits = [self.max_total_tokens(r) - r.num_tokens - 1 for r in step.requests]
         room = self.max_num_batched_tokens - step.num_tokens
@@ -298,9 +313,9 @@ class Scheduler:
         `sampled[i]` is the next token of `step.requests[i]` where `step.sampled[i]`, else None. It
         comes behind the first `num_accepted[i]` tokens of the request's draft, which are right.
         `finished` maps the ids of requests that end with it (stop, own error) to the reason;
-        "length" and aborts are found here. `failed`: the step was not (wholly) computed. Its
-        requests and those of later steps in flight end with an error, and nothing in the cache is
-        trusted any more.
+        "length" and aborts are found here. Where the step embeds, nothing is sampled. `failed`: the step
+        was not (wholly) computed. Its requests and those of later steps in flight end with an error, and
+        nothing in the cache is trusted any more.
         """
         del self._steps[step.step_id]
         if failed:
@@ -321,7 +336,9 @@ class Scheduler:
                     self.counters.generated_tokens += len(right)
                 self.kv.trim(request)
                 reason = (finished or {}).get(request.request_id)
-                reason = self._take_token(request, step.sampled[i], sampled[i], reason)
+                self.counters.generated_tokens += sampled[i] is not None
+                most = self.max_total_tokens(request)
+                reason = why_it_ends(request, step.sampled[i], sampled[i], reason, most)
             if reason is not None:
                 ended.append(request)
                 request.finish_reason = reason
@@ -348,27 +365,12 @@ class Scheduler:
         self.kv.clear_cache()
         return ended
 
-    def _take_token(
-        self, request: Request, due: bool, token: int | None, reason: FinishReason | None
-    ) -> FinishReason | None:
-        if token is not None:
-            request.output_token_ids.append(token)
-            self.counters.generated_tokens += 1
-        if request.abort_requested:
-            return None if request.in_flight else FinishReason.ABORT
-        if reason is not None:
-            return reason
-        if due and token is None:
-            return FinishReason.ERROR  # without a next token it could never go on
-        if request.num_tokens >= self.max_total_tokens(request):
-            return FinishReason.LENGTH
-        return None
-
     def _end(self, request: Request, reason: FinishReason, *, cache: bool) -> None:
         self.kv.release(request, cache=cache)
         request.status = RequestStatus.FINISHED
         request.finish_reason = reason
         del self._requests[request.request_id]
+        self._num_embedding -= request.embeds
         self._arrival.pop(request.request_id, None)  # it may have waited outside of the queue
         self._admission.one_ended()
         self.counters.finished[reason] += 1

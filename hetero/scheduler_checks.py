@@ -18,12 +18,14 @@ def check_scheduler(scheduler: Scheduler, known: Collection[Request]) -> None:
     scheduler.kv.check_invariants()
     order = [scheduler._arrival[r.request_id] for r in (*scheduler._running, *scheduler._waiting)]
     assert order == sorted(order) and len(set(order)) == len(order), "not in arrival order"
+    assert scheduler._num_embedding == sum(r.embeds for r in scheduler._requests.values())
     held = [r.request_id for r in scheduler.held]
     assert set(scheduler._requests) == {*scheduler._arrival, *held} and len(order) == len(scheduler._arrival)
     assert len(scheduler._requests) == len(order) + len(held)
     assert len(scheduler._running) <= scheduler.max_num_seqs
     in_flight = Counter(id(r) for step in scheduler._steps.values() for r in step.requests)
     steps = scheduler._steps.values()
+    assert all(r.embeds == step.embeds for step in steps for r in step.requests), "a step of both kinds"
     sampling = [id(r) for s in steps for r, due in zip(s.requests, s.sampled, strict=True) if due]
     assert len(set(sampling)) == len(sampling), "a request waits for two next tokens"
     for request in scheduler._running:

@@ -41,6 +41,14 @@ def micro_batch(running: Sequence[Request], lost: set[int], depth: int) -> list[
     return [r for r in ready if r.in_flight or id(r) in chosen]
 
 
+def turns(embedded: bool, embedding: int, here: int) -> tuple[bool, ...]:
+    """Which kinds of step to try, in this order: whether it embeds. The last one did if `embedded`; so many
+    of the requests that are `here` are for embeddings."""
+    if embedding in (0, here):
+        return (embedding > 0,)
+    return (not embedded, embedded)
+
+
 def share_of(count: int, depth: int) -> int:
     """1/depth of a count, rounded up."""
     return -(-count // depth)

@@ -16,7 +16,7 @@ from backends.ggml.devices import Device, DeviceError
 from backends.ggml.graph import GraphBuilder, padded
 from backends.ggml.host_experts import HostExperts, Pieces, host_layers, host_tensors
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
-from backends.ggml.models.block import build_block, build_head
+from backends.ggml.models.block import build_block, build_embeddings, build_head
 from backends.ggml.models.config import ModelConfig, layer_tensors
 from backends.ggml.models.tensors import end_tensors
 from backends.ggml.moves import open_mover
@@ -71,6 +71,7 @@ class _Graph:
     keep: int | None  # rows whose logits are wanted
     output: int
     argmax: int | None  # of the logits
+    embeds: bool = False  # it gives rows behind the last norm in place of logits
     pieces: Pieces | None = None  # where the step leaves the device in between
     view: np.ndarray | None = None  # the output's memory, where results are used in place
 
@@ -125,6 +126,7 @@ class GgmlStage:
         self._outputs = (
             None if in_place else [np.empty((rows, width), np.float32) for _ in range(spec.depth + 1)]
         )
+        self._embeddings: list[np.ndarray] = []  # likewise, once embeddings are asked for
         # and the number of rows of its result; no graph: a step of moves alone
         self._prepared: tuple[_Graph | None, int] | None = None
         self._only_argmax = False  # is asked for of that step
@@ -135,7 +137,8 @@ class GgmlStage:
     def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
         """See base.StageBackend. Keeps the calling thread on the device's cores, if it has its own."""
         self.device.pin_thread()
-        tokens, logits = len(batch.positions), len(batch.logits_rows) if self.is_last else 0
+        tokens, embeds = len(batch.positions), self.is_last and batch.embeds
+        logits = len(batch.logits_rows) if self.is_last and not embeds else 0
         if not tokens:
             self._move(batch)
             self._prepared = None, 0
@@ -143,7 +146,7 @@ class GgmlStage:
         low = self._layers.min_rows
         rows = bucket(tokens, low, self.spec.max_tokens)
         layout = self._layers.layout(batch, rows)
-        graph = self._graph(rows, bucket(logits, low, self.spec.max_logits), layout)
+        graph = self._graph(rows, bucket(logits, low, self.spec.max_logits), layout, embeds)
         self._move(batch)
         self._layers.set_step(graph.builder, batch, layout, self._set)
         if self.is_first:
@@ -153,7 +156,8 @@ class GgmlStage:
             self._set(graph.source, np.ascontiguousarray(hidden))
         if graph.keep is not None:
             self._set(graph.keep, padded(batch.logits_rows, shape_of(graph.keep)[0]))
-        self._prepared, self._tokens = (graph, logits if self.is_last else tokens), tokens
+        self._prepared = graph, logits if self.is_last and not embeds else tokens
+        self._tokens = tokens
         self._only_argmax = batch.only_argmax
 
     def compute(self) -> np.ndarray:
@@ -274,15 +278,15 @@ class GgmlStage:
     def _new_builder(self, rows: int, layout: Layout) -> GraphBuilder:
         return self._layers.new_builder(rows, layout)
 
-    def _graph(self, rows: int, logits: int, layout: Layout) -> _Graph:
-        key = (rows, logits, layout.key)
+    def _graph(self, rows: int, logits: int, layout: Layout, embeds: bool = False) -> _Graph:
+        key = (rows, logits, layout.key, embeds)
         if key in self._graphs:
             self._graphs.move_to_end(key)
             return self._graphs[key]
         if len(self._graphs) >= MAX_GRAPHS:
             self._graphs.popitem(last=False)[1].close()
         size = self._lib.gallocr_get_buffer_size(self._allocator, 0)
-        graph = self._build(self._new_builder(rows, layout), logits)
+        graph = self._build(self._new_builder(rows, layout), logits, embeds)
         if not self._lib.gallocr_alloc_graph(self._allocator, graph.builder.graph):
             raise DeviceError(f"device {self.device.info.name}: no memory for the compute buffer")
         if self._lib.gallocr_get_buffer_size(self._allocator, 0) != size:
@@ -297,7 +301,7 @@ class GgmlStage:
             graph.close()
         self._graphs.clear()
 
-    def _build(self, g: GraphBuilder, logits: int) -> _Graph:
+    def _build(self, g: GraphBuilder, logits: int, embeds: bool) -> _Graph:
         if self.is_first:
             source, x = self._layers.embed(g)
         else:
@@ -309,9 +313,11 @@ class GgmlStage:
         if logits:
             x = build_head(g, x, self._head)
             best = g.argmax(x)
+        elif embeds:
+            x = build_embeddings(g, x)
         g.finish([x] if best is None else [x, best])
         pieces = Pieces(g.graph, g.seams) if g.seams else None
-        return _Graph(g, source, keep, x, best, pieces)
+        return _Graph(g, source, keep, x, best, embeds, pieces)
 
     def _result(self, graph: _Graph, count: int) -> np.ndarray:
         """`count` rows of the graph's output: in place where nothing can overwrite them too early."""
@@ -322,8 +328,13 @@ class GgmlStage:
                 pointer = ctypes.cast(self._lib.get_data(graph.output), ctypes.POINTER(ctypes.c_float))
                 graph.view = np.ctypeslib.as_array(pointer, shape_of(graph.output)[1::-1])
             return graph.view[:count]
-        self._outputs.append(self._outputs.pop(0))
-        out = self._outputs[-1][:count]
+        outputs = self._outputs
+        if graph.embeds:
+            outputs = self._embeddings = self._embeddings or [
+                np.empty((self.spec.max_tokens, self.config.n_embd), np.float32) for _ in outputs
+            ]
+        outputs.append(outputs.pop(0))
+        out = outputs[-1][:count]
         self._get(graph.output, out)
         return out
 

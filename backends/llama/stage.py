@@ -39,6 +39,7 @@ class LlamaStage:
     def prepare(self, batch: BatchLike, hidden: np.ndarray | None) -> None:
         """See base.StageBackend."""
         assert hidden is None and not batch.spills and not batch.loads, "all layers, and no host memory"
+        assert not batch.embeds, "nobody is promised embeddings here"
         for copy in batch.copies:
             self._tokens[copy.dst] = self._tokens[copy.src]
             self.sequences.block_changed(copy.dst)

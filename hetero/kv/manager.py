@@ -115,7 +115,8 @@ class KVManager:
         With `load` also over what is in host memory only, as far as that is worth it: see `waits`.
         Loads leave `kept` blocks of each group for others.
         """
-        return match(self, self._cursor(request), load, kept)
+        cursor = self._cursor(request)
+        return 0 if request.needs_every_row else match(self, cursor, load, kept)
 
     def waits(self, request: Request) -> bool:
         """Whether the request must not be computed in this step: it has matched what is only being loaded,
@@ -132,7 +133,7 @@ class KVManager:
         pays to have a request in one piece, whole blocks that were matched may be copied too. With
         recurrent layers never: see states.py.
         """
-        if self.recurrent:
+        if self.recurrent or request.needs_every_row:
             return []
         cursor, moved = self._cursor(request), []
         if not cursor.placed and self.wants_one_piece():

@@ -67,7 +67,7 @@ class ChannelStage:
     ):
         self.channel, self.spec, self.label = channel, spec, label
         self.is_last = spec.last == config.n_layer
-        self.width = config.n_vocab if self.is_last else config.n_embd
+        self._n_embd, self._n_vocab = config.n_embd, config.n_vocab
         self.argmax: np.ndarray | None = None
         self.graph_seconds = self.move_seconds = 0.0
         self.moved_bytes = 0
@@ -76,8 +76,8 @@ class ChannelStage:
         self._deadlines = deadlines.Deadlines(network)
         self._busy = threading.Lock()  # held from prepare to the end of compute, and by check
         self._slot_bytes = slot_sizes(config, spec)
-        # tokens, bytes to move, rows of the result, whether their largest logits are enough, when it was sent
-        self._pending: tuple[int, int, int, bool, float] | None = None
+        # tokens, bytes to move, result's shape, whether the largest logits are enough, when it was sent
+        self._pending: tuple[int, int, tuple[int, int], bool, float] | None = None
         self._sending_since: float | None = None
         self._last_words = ""  # of an assertion
         self._progress = progress or (lambda nbytes: None)
@@ -101,12 +101,13 @@ class ChannelStage:
             self._step_id += 1
             header = {
                 "step": self._step_id, "groups": len(batch.slot_mapping), "hidden": hidden is not None,
-                "only_argmax": batch.only_argmax,
+                "only_argmax": batch.only_argmax, "embeds": batch.embeds,
             }  # fmt: skip
             tokens = len(batch.positions)
-            rows = len(batch.logits_rows) if self.is_last else tokens
+            logits = self.is_last and not batch.embeds
+            shape = (len(batch.logits_rows), self._n_vocab) if logits else (tokens, self._n_embd)
             moved = sum(self._slot_bytes[move.group] for move in (*batch.spills, *batch.loads))
-            self._pending = tokens, moved, rows, batch.only_argmax, time.monotonic()
+            self._pending = tokens, moved, shape, batch.only_argmax, time.monotonic()
             self._send(Kind.STEP, header, step_arrays(batch, hidden))
         except BaseException:
             self._pending = None
@@ -116,7 +117,7 @@ class ChannelStage:
     def compute(self) -> np.ndarray:
         """See base.StageBackend. Raises StageError when the device failed but lives, else StageLost."""
         assert self._pending is not None, "no step was prepared"
-        (tokens, moved, rows, only_argmax, start), self._pending = self._pending, None
+        (tokens, moved, shape, only_argmax, start), self._pending = self._pending, None
         try:
             limit = self._deadlines.seconds(tokens) + moved / deadlines.MOVED_BYTES
             message = self._await((Kind.RESULT, Kind.FAILED), limit, SILENT_PINGS)
@@ -129,7 +130,7 @@ class ChannelStage:
         try:
             if message.header.get("step") != self._step_id:
                 raise WireError("the result of another step")
-            result, self.argmax, self.graph_seconds = result_of(message, rows, self.width, only_argmax)
+            result, self.argmax, self.graph_seconds = result_of(message, *shape, only_argmax)
             self.move_seconds, self.moved_bytes = moves_of(message)
             self._counters = counts_of(message, "counters")
         except WireError as error:

@@ -60,9 +60,7 @@ class IsolatedStage(ChannelStage):
         share_host: bool = True,
         llama: LlamaSpec | None = None,
     ):
-        last = spec.last == config.n_layer
-        rows, width = (spec.max_logits, config.n_vocab) if last else (spec.max_tokens, config.n_embd)
-        step_bytes, result_bytes = largest_step(spec, config.n_embd), largest_result(rows, width)
+        step_bytes, result_bytes = largest_step(spec, config.n_embd), largest_result(spec, config)
         self._rings: list[Ring] = []
         if shared_memory:
             self._rings = _rings(spec.depth + 1, (step_bytes, result_bytes))

@@ -4,7 +4,8 @@ OPEN      {"model": path or key, "device": DeviceSpec, "stage": StageSpec, "widt
            "llama": LlamaSpec, if libllama computes all layers: in a child process only}
 PROGRESS  {"bytes": loaded since the last one}
 OPENED    {"memory": {purpose: bytes}}
-STEP      {"step": id, "groups": G, "hidden": bool, "only_argmax": bool}; arrays as in step_arrays
+STEP      {"step": id, "groups": G, "hidden": bool, "only_argmax": bool, "embeds": bool};
+              arrays as in step_arrays
 RESULT    {"step": id, "argmax": bool, "graph_seconds": s, "move_seconds": s, "moved_bytes": n,
            "counters": {name: count since the start}};
               arrays: rows f4 [n, width] (none if only_argmax and known), argmax i4 [n]
@@ -23,7 +24,7 @@ from typing import Any, TypeGuard, TypeVar
 
 import numpy as np
 
-from backends.base import BatchLike, DeviceSpec
+from backends.base import BatchLike, DeviceSpec, ModelSizes
 from backends.ggml.stage import StageSpec
 from backends.kv_format import KV_TYPES
 from backends.llama.spec import LlamaSpec
@@ -50,6 +51,7 @@ class WireBatch:
     logits_rows: np.ndarray
     copies: list[BlockCopy]
     only_argmax: bool
+    embeds: bool = False
     spills: Sequence[BlockMove] = ()
     loads: Sequence[BlockMove] = ()
     state_sources: np.ndarray = field(default_factory=lambda: np.zeros(0, np.int32))
@@ -175,9 +177,9 @@ def read_step(message: Message, spec: StageSpec, width: int) -> tuple[WireBatch,
     hidden = arrays[-1] if with_hidden else None
     if hidden is not None and (hidden.dtype != np.float32 or hidden.shape != (count, width)):
         raise WireError("hidden rows of the wrong shape")
-    only_argmax = message.header.get("only_argmax") is True
+    greedy, embeds = (message.header.get(name) is True for name in ("only_argmax", "embeds"))
     batch = WireBatch(
-        ids, positions, slots, tables, context, cu, rows, copied, only_argmax, out, back, sources, writes
+        ids, positions, slots, tables, context, cu, rows, copied, greedy, embeds, out, back, sources, writes
     )
     return batch, hidden
 
@@ -231,9 +233,12 @@ def largest_step(spec: StageSpec, width: int) -> int:
     return tables + copies + vectors + hidden + ALIGNMENT * (_PER_STEP + 2 * groups + 1)
 
 
-def largest_result(rows: int, width: int) -> int:
-    """Bytes of the payload of a RESULT with float32 [rows, width] and the largest of each row."""
-    return 4 * rows * (width + 1) + 2 * ALIGNMENT
+def largest_result(spec: StageSpec, config: ModelSizes) -> int:
+    """Bytes that the payload of any RESULT fits in: a row for each token, or logits."""
+    sizes = [4 * spec.max_tokens * config.n_embd]
+    if spec.last == config.n_layer:
+        sizes.append(4 * spec.max_logits * (config.n_vocab + 1))
+    return max(sizes) + 2 * ALIGNMENT
 
 
 def one_line(error: object) -> str:

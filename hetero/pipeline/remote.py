@@ -61,9 +61,7 @@ class RemoteStage(ChannelStage):
             with _explained(device.worker):
                 if _send_part(channel, part, sha256, device.worker, progress):
                     progress = None
-            last = spec.last == config.n_layer
-            rows, width = (spec.max_logits, config.n_vocab) if last else (spec.max_tokens, config.n_embd)
-            channel.max_payload, channel.keep = largest_result(rows, width), spec.depth + 1
+            channel.max_payload, channel.keep = largest_result(spec, config), spec.depth + 1
             opening = open_header(sha256, replace(device, worker=""), spec, config.n_embd)
             with _explained(device.worker):
                 super().__init__(channel, opening, spec, config, name, progress)

@@ -18,6 +18,8 @@ from hetero.pipeline.supervise import Supervised
 class StepResult:
     """Logits float32 [L, n_vocab] of a step's `logits_rows`, or the error that it died of.
 
+    Of a step that embeds: its rows float32 [T, n_embd] behind the last norm in place of logits.
+
     The arrays are the sampler's to modify until the next step is submitted. `argmax` is int32 [L]
     where the device has looked for the largest logits (-1: a row that is not finite). `stages` has
     what the step cost at each stage.

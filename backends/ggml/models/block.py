@@ -88,4 +88,9 @@ def build_head(g: GraphBuilder, x: int, weight: str) -> int:
     return g.soft_capped(g.scaled(logits, g.config.logit_scale), g.config.logit_softcap)
 
 
-__all__ = ["build_block", "build_head"]
+def build_embeddings(g: GraphBuilder, x: int) -> int:
+    """Rows [n_embd, T] behind the last norm: what the output matrix multiplies."""
+    return g.norm(x, OUTPUT_NORM)
+
+
+__all__ = ["build_block", "build_embeddings", "build_head"]
