@@ -8,6 +8,7 @@ GET, HEAD  /                         a page that shows what /status has, and a b
 POST       /v1/chat/completions, /v1/completions
            /v1/responses             and GET, DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items
            /v1/messages, /v1/messages/count_tokens
+           /v1/embeddings, /api/embed, /api/embeddings, /embedding, /embeddings
            /api/chat, /api/generate, /api/show; GET /api/version, /api/tags, /api/ps
            /completion, /infill, /tokenize, /detokenize, /apply-template; GET /props, /slots
 
@@ -24,7 +25,7 @@ from typing import TYPE_CHECKING, Any
 
 from aiohttp import web
 
-from hetero.server import chat, completions, models, request_id
+from hetero.server import chat, completions, embeddings, models, request_id
 from hetero.server.anthropic import route as anthropic
 from hetero.server.context import Compute, Context, Handler, Prepare
 from hetero.server.dialects import error_response
@@ -60,6 +61,11 @@ GENERATING: dict[str, Prepare] = {
     "/completion": llamacpp.completion,
     "/completions": llamacpp.completion,
     "/infill": llamacpp.infill,
+    "/v1/embeddings": embeddings.openai,
+    "/api/embed": embeddings.ollama,
+    "/api/embeddings": embeddings.ollama_one,
+    "/embedding": embeddings.llamacpp,
+    "/embeddings": embeddings.llamacpp,
 }
 COMPUTING: dict[str, Compute] = {
     "/v1/messages/count_tokens": anthropic.count,

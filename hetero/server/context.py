@@ -37,5 +37,5 @@ class Context:
 
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 # Both raise ApiError or RequestError. The first starts a generation, or knows the answer without one.
-Prepare = Callable[[dict[str, Any], Context], Awaitable[Answer | dict[str, Any]]]
+Prepare = Callable[[dict[str, Any], Context], Awaitable[Answer | web.Response | dict[str, Any]]]
 Compute = Callable[[dict[str, Any], Context], Awaitable[dict[str, Any]]]

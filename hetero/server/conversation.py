@@ -112,11 +112,13 @@ def submit(
     prompt_field: str,
     grammar: Any = None,
     chat: ChatPrompt | None = None,
+    embeds: bool = False,
 ) -> Generation:
     """n requests to the engine per prompt, in order of the choices.
 
     Choice i of a prompt has seed + i, so that answer 0 is the same whatever n is. If one is refused, none
-    runs; `prompt_field` is how the route calls its prompt. `chat` brings its own grammar.
+    runs; `prompt_field` is how the route calls its prompt. `chat` brings its own grammar. `embeds`: each
+    gives an embedding, and no text.
     """
     shown: Mapping[int, bytes] = {}
     if chat is not None:
@@ -129,7 +131,9 @@ def submit(
                 name = f"{request_id}-{len(streams)}"
                 fresh = None if grammar is None else grammar.fork()
                 streams.append(
-                    context.engine.submit(prompt, own, request_id=name, grammar=fresh, shown=shown)
+                    context.engine.submit(
+                        prompt, own, request_id=name, grammar=fresh, shown=shown, embeds=embeds
+                    )
                 )
     except BaseException as error:
         for stream in streams:

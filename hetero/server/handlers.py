@@ -22,7 +22,7 @@ def generating(prepare: Prepare, context: Context) -> Handler:
             answer = await prepare(await read_json(request, context.settings), context)
             if isinstance(answer, Answer):
                 return await answer.respond(request, context.settings)
-            return json_response(answer)
+            return answer if isinstance(answer, web.Response) else json_response(answer)
 
     return handler
 

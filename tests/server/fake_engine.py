@@ -35,6 +35,7 @@ class FakeGrammar:
 
 class FakeStream:
     request_id = ""
+    embedding: list[float] | None = None
 
     def __init__(
         self, engine: FakeEngine, prompt: list[int], params: Any, grammar: FakeGrammar | None
@@ -65,6 +66,11 @@ class FakeStream:
 
     async def _generate(self) -> Any:
         await self._pause(self.engine.prefill_seconds)
+        if self.embedding is not None:
+            self.engine.running.discard(self)
+            reason = FinishReason.ABORT if self.aborted else FinishReason.STOP
+            yield OutputDelta(finish_reason=reason, embedding=self.embedding)
+            return
         limit = min(self.params.max_tokens or 10**9, self.engine.info.n_ctx - len(self.prompt))
         decoder, text, sent, count = codecs.getincrementaldecoder("utf-8")(), "", 0, 0
         reason, found = None, None
@@ -134,7 +140,7 @@ class FakeEngine:
         self.info = SimpleNamespace(
             name="fake-model", architecture="llama", n_ctx=512, n_vocab=N_VOCAB, kv_tokens=4096,
             max_num_seqs=4, n_params=135, size_bytes=1000, quantization="Q4_1",
-            created=1700000000, has_chat_template=True, notes=("a note",),
+            created=1700000000, has_chat_template=True, n_embd=3, pooling="mean", notes=("a note",),
             placements=(Placement("CPU", "layers 0 to 3", 1000, 2000, 3000),),
         )  # fmt: skip
 
@@ -217,7 +223,14 @@ class FakeEngine:
         return FakeGrammar('"a😸b中"')
 
     def submit(
-        self, prompt: list[int], params: Any, *, request_id: str, grammar: Any = None, shown: Any = None
+        self,
+        prompt: list[int],
+        params: Any,
+        *,
+        request_id: str,
+        grammar: Any = None,
+        shown: Any = None,
+        embeds: bool = False,
     ) -> FakeStream:
         if len(prompt) >= self.info.n_ctx:
             raise RequestError(
@@ -228,6 +241,8 @@ class FakeEngine:
         self.submitted.append((prompt, params, request_id))
         stream = FakeStream(self, prompt, params, grammar)
         stream.request_id = request_id
+        if embeds:
+            stream.embedding = [0.6, len(prompt) / 1000, 0.1]
         self.running.add(stream)
         return stream
 
