@@ -165,8 +165,10 @@ class Scheduler:
             self._schedule_running(step, most)
             self._schedule_waiting(step, most)
             if step.requests:
+                self._embedded = step.embeds
                 break
-        self._embedded = step.embeds = step.embeds and bool(step.requests)
+        else:
+            step.embeds = False
         self._add_drafts(step)
         step.spills, step.loads = self.kv.take_moves(idle=not step.requests)
         if not (step.requests or step.copies or step.spills or step.loads):
@@ -232,7 +234,8 @@ class Scheduler:
         """The running requests that the next step of a kind serves, in order: about 1/P of what all that run
         cost, and further chunks of prompts that are on their way already."""
         lost = {id(r) for step_id in self._doomed for r in self._steps[step_id].requests}
-        running = [r for r in self._running if r.embeds == embeds] if self._num_embedding else self._running
+        mixed = embeds or self._num_embedding > 0
+        running = [r for r in self._running if r.embeds == embeds] if mixed else self._running
         return shares.micro_batch(running, lost, self.pipeline_depth)
 
     def _claim(self, request: Request, budget: int, step: Step, kept: int) -> int | None:

@@ -64,6 +64,7 @@ def draw_case(rng: random.Random, tiers: bool = False) -> Case:
         requests.append(Request(f"r{i}", prompt[: longest - 1] or [0], params, cache_scope=scope))
         now += rng.choice([0, 3, 12, 20] if turns else [0, 0, 0, 1, 3, 12])
         arrivals.append(now)
+    draw_embeddings(random.Random(repr([r.prompt_token_ids for r in requests])), requests)
     return Case(
         groups,
         size,
@@ -81,6 +82,14 @@ def draw_case(rng: random.Random, tiers: bool = False) -> Case:
         below=rng.random() < 0.4 and RECURRENT not in windows,
         move_seconds=rng.choice([0, 0, 0, 0.1, 1, 30]),
     )
+
+
+def draw_embeddings(rng: random.Random, requests: list[Request]) -> None:
+    """None, some or all of the requests are for embeddings."""
+    share = rng.choice([0, 0, 0, 0.3, 0.6, 1])
+    for request in requests:
+        if rng.random() < share:
+            request.pooling = rng.choice(["mean", "cls", "last"])
 
 
 def draw_slots(rng: random.Random, groups: list[KVGroup]) -> list[int]:

@@ -26,6 +26,8 @@ def alone(request: Request, max_total: int) -> tuple[list[int], FinishReason]:
     """What the request generates when nothing else exists."""
     prompt, ignore_eos = request.prompt_token_ids, request.params.ignore_eos
     h, output = first_hash(request.cache_scope), []
+    if request.embeds:
+        return [], FinishReason.STOP
     for token in prompt:
         h = extend_hash(h, token)
     while True:
@@ -35,6 +37,11 @@ def alone(request: Request, max_total: int) -> tuple[list[int], FinishReason]:
         if len(prompt) + len(output) >= max_total:
             return output, FinishReason.LENGTH
         h = extend_hash(h, output[-1])
+
+
+def num_behind(request: Request) -> int:
+    """Tokens that are to be computed."""
+    return request.num_tokens - request.num_computed_tokens
 
 
 class RandomDrafter:
@@ -72,6 +79,7 @@ class Outcome:
     accepted: int = 0
     spills: int = 0
     loads: int = 0
+    embedded: int = 0
     from_host: int = 0
     from_below: int = 0
     recurrent: bool = False
@@ -110,6 +118,8 @@ class Simulation:
         self.accepted: list[Request] = []
         self.cancelled: set[str] = set()
         self.broken: set[str] = set()
+        self.rows: dict[str, list[int]] = {}  # positions that came, of requests for embeddings
+        self.embedded = False  # the last step with requests did
         self.out = Outcome(case.requests, recurrent=self.kv.recurrent)
         self.now = 0
         self.empty = 0
@@ -161,8 +171,10 @@ class Simulation:
             self.check()
 
     def _schedule(self) -> bool:
-        ready = self.scheduler.micro_batch()
-        decoding = {r.request_id for r in ready if r.num_tokens - r.num_computed_tokens == 1}
+        decoding = {
+            kind: {r.request_id for r in self.scheduler.micro_batch(kind) if num_behind(r) == 1}
+            for kind in (False, True)
+        }
         room = min(self.kv.available_blocks())
         step = self.scheduler.schedule()
         self.check()
@@ -175,9 +187,12 @@ class Simulation:
         self.out.drafted += sum(map(len, step.drafts))
         assert step.num_tokens or step.copies or step.loads or step.spills
         assert step.num_tokens <= self.case.max_num_batched_tokens
-        if room >= len(decoding) and not step.preempted_ids:
+        if room >= len(decoding[False] | decoding[True]) and not step.preempted_ids:
             served = {r.request_id for r in step.requests}
-            assert decoding <= served, "a running stream stalls though there is room"
+            assert decoding[step.embeds] <= served, "a running stream stalls though there is room"
+            if step.requests and step.embeds == self.embedded:
+                assert not decoding[not step.embeds], "no turns are taken"
+        self.embedded = step.embeds if step.requests else self.embedded
         batch = build(step, self.kv.num_kv_groups, self.case.block_size)
         fate = "fails" if self.rng.random() < self.case.failure_rate else "fine"
         if any(f == "fails" for _, _, f in self.flying):
@@ -186,6 +201,7 @@ class Simulation:
         self.flying.append((step, hashes, fate))
         self.out.steps += 1
         self.out.computed += step.num_tokens
+        self.out.embedded += step.num_tokens if step.embeds else 0
         self.out.copies += len(step.copies)
         self.out.spills += len(step.spills)
         self.out.loads += len(step.loads)
@@ -199,10 +215,12 @@ class Simulation:
         accepted: list[int] = []
         finished: dict[str, FinishReason] = {}
         rows = iter(hashes)
+        if step.embeds:
+            finished = self._take_rows(step)
         for request, due, draft in zip(step.requests, step.sampled, step.drafts, strict=True):
             sampled.append(None)
             accepted.append(0)
-            going = due
+            going = due and not step.embeds
             for guess in [*draft, None] if due else ():
                 h = next(rows)
                 if not going:
@@ -225,6 +243,22 @@ class Simulation:
             assert {r.request_id for r in ended} == ids - self.broken
             self.broken |= ids
         self.check()
+
+    def _take_rows(self, step: Step) -> dict[str, FinishReason]:
+        """Of a step that embeds; who is complete. A text's rows come in order, or all once more."""
+        finished = {}
+        for request, start, count, due in zip(
+            step.requests, step.starts, step.num_scheduled_tokens, step.sampled, strict=True
+        ):
+            came = self.rows.setdefault(request.request_id, [])
+            del came[start:]
+            came += range(start, start + count)
+            if due and not request.abort_requested:
+                finished[request.request_id] = FinishReason.STOP
+            if due and request.needs_every_row:
+                assert came == list(range(request.num_tokens)), "a row is missing"
+                assert not request.num_cached_tokens
+        return finished
 
     def _check_end(self) -> None:
         for pool in self.kv.pools:

@@ -59,6 +59,7 @@ def batch() -> messages.WireBatch:
 def received(step: messages.WireBatch, hidden: np.ndarray | None) -> Message:
     header = {
         "groups": len(step.slot_mapping), "hidden": hidden is not None, "only_argmax": step.only_argmax,
+        "embeds": step.embeds,
     }  # fmt: skip
     return Message(Kind.STEP, header, messages.step_arrays(step, hidden))
 
@@ -68,6 +69,8 @@ def test_a_step_travels() -> None:
     assert rows is HIDDEN and step.copies == [BlockCopy(1, 2, 3)] and not step.only_argmax
     greedy = replace(batch(), only_argmax=True)
     assert messages.read_step(received(greedy, HIDDEN), SPEC, 64)[0].only_argmax
+    assert not step.embeds
+    assert messages.read_step(received(replace(batch(), embeds=True), HIDDEN), SPEC, 64)[0].embeds
     for a, b in zip(messages.step_arrays(step, None), messages.step_arrays(batch(), None), strict=True):
         assert a.dtype == b.dtype and np.array_equal(a, b)
     size = payload_bytes(messages.step_arrays(batch(), HIDDEN))

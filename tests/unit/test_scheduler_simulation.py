@@ -33,6 +33,7 @@ def test_every_request_ends_as_if_alone(start: int) -> None:
         totals["preemptions"] += out.preemptions
         totals["cached"] += out.cached
         totals["copies"] += out.copies
+        totals["embedded"] += out.embedded
         totals["right guesses"] += out.accepted
         totals["wrong guesses"] += out.drafted - out.accepted
         totals["spills"] += out.spills
@@ -50,7 +51,7 @@ def test_the_worlds_were_not_boring() -> None:
     if len(totals) == 0:
         pytest.skip("runs after the simulations")
     guesses, tiers = ("right guesses", "wrong guesses"), ("spills", "loads", "from host")
-    for what in ("preemptions", "cached", "copies", *guesses, *tiers, *FinishReason):
+    for what in ("preemptions", "cached", "copies", "embedded", *guesses, *tiers, *FinishReason):
         assert totals[what] > 300, totals
     assert totals["from below"] > 50, totals
     assert min(totals["found with states"], totals["right guesses with states"]) > 300, totals
