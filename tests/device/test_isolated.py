@@ -130,7 +130,7 @@ def test_too_little_shared_memory(
     stage, driver = isolate(model, spec_of(model)), Driver(model, num_blocks=NUM_BLOCKS, threads=1)
     try:
         assert len(stage._rings) == slots and not segments()
-        fits = bool(slots) and stage._rings[1].slot_bytes >= 40 * 4 * stage.width
+        fits = bool(slots) and stage._rings[1].slot_bytes >= 40 * 4 * driver.config.n_vocab
         assert fits == (room == 1 << 20)
         expected = driver.step([([1, 2, 3], 0, range(3, 43))])[0]
         driver.close()
