@@ -156,6 +156,17 @@ async def test_llama_vscode_fills_in(client: Client, engine: FakeEngine) -> None
     assert bytes(engine.submitted[-1][0]).startswith(b"[a.py:x = 1\n]"), "the cache has the files now"
 
 
+async def test_continue_completes_code(client: Client, engine: FakeEngine) -> None:
+    """It sends a suffix as such where Ollama's template has a place for it."""
+    assert ".Suffix" in (await ask(client, "continue_ide", "show")).json["template"]
+    reply = await ask(client, "continue_ide", "fill in")
+    lines = [json.loads(line) for line in reply.text.splitlines()]
+    assert "".join(line["response"] for line in lines) == TEXT and lines[-1]["done"]
+    assert bytes(engine.submitted[-1][0]) == b"<def f():\n    return |\nf()\n>"
+    *parts, last = (await ask(client, "continue_ide", "completion")).events
+    assert "".join(part["content"] for part in parts) == TEXT and last["stop"] is True
+
+
 @pytest.mark.parametrize("who", ["open_webui", "librechat"])
 async def test_web_interfaces(client: Client, engine: FakeEngine, who: str) -> None:
     assert (await ask(client, who, "alive")).text == ""
