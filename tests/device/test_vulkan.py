@@ -18,8 +18,9 @@ import pytest
 from device import vulkan
 from engine.answers import BASE, answers
 from engine.driver import Driver
-from scale import scaled
+from scale import FULL, scaled
 from tiny_experts import Sizes, tiny_experts
+from tiny_hybrid import tiny_hybrid
 from tiny_models import tiny_model
 
 from hetero.kv_types import KVTypes
@@ -109,6 +110,16 @@ def test_experts_in_main_memory(tmp_path: Path, prompts: list[list[int]]) -> Non
     want, _ = answers(model, BASE, few, PROMPTS, tokens=TOKENS)
     ties = near_ties(model, few, got["answers"], want)
     assert len(ties) <= len(few) // 2
+
+
+@pytest.mark.skipif(not FULL, reason="minutes of compilation; HETERO_TEST_SCALE=full")
+def test_recurrent_layers(tmp_path: Path, prompts: list[list[int]]) -> None:
+    """Gated delta nets by the driver's operators, states beside keys and values."""
+    model = tiny_hybrid(tmp_path / "m.gguf", every=2, head_dim=32, state_dim=64, key_heads=1, value_heads=2)
+    few = prompts[:FEW]
+    got = run(model, {"device": ["Vulkan0"]}, few)
+    want, _ = answers(model, BASE, few, PROMPTS, tokens=TOKENS)
+    assert len(near_ties(model, few, got["answers"], want)) <= len(few) // 4
 
 
 def test_q8_0_in_place_of_fp8(models: dict[str, Path], prompts: list[list[int]]) -> None:
