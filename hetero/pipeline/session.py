@@ -211,16 +211,19 @@ def _free_bytes(name: str) -> int:
 
 
 def _needed(gguf: GGUFFile, config: ModelConfig, spec: StageSpec) -> int:
-    """Bytes of the stage's weights and KV pools. Raises WireError for groups that do not cover the layers."""
-    try:
-        groups = [spec.group_of[layer] for layer in range(spec.first, spec.last)]
-        good = min(groups) >= 0 and max(groups) < len(spec.num_blocks)
-    except KeyError:
-        good = False
-    if not good:
-        raise WireError("a layer without KV blocks")
+    """Bytes of the stage's weights, KV pools and states. Raises WireError where a layer has none."""
+    states, groups = 0, len(spec.num_blocks)
+    for layer in range(spec.first, spec.last):
+        group = spec.group_of.get(layer, -1)
+        if config.delta_net is not None and config.is_recurrent(layer):
+            good = group == groups and spec.num_states > 1
+            states += spec.num_states * config.delta_net.state_bytes
+        else:
+            good = 0 <= group < groups
+        if not good:
+            raise WireError("a layer without KV blocks, or without states")
     pools = sum(n * size for n, size in zip(spec.num_blocks, slot_sizes(config, spec), strict=True))
-    return sum(info.nbytes for info in gguf.tensors.values()) + pools
+    return sum(info.nbytes for info in gguf.tensors.values()) + pools + states
 
 
 def _slot_bytes(config: ModelConfig, spec: StageSpec) -> int:

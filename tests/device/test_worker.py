@@ -17,6 +17,7 @@ import numpy as np
 import pytest
 from moves_tools import SLOTS, spec_of, there_and_back
 from scale import scaled
+from tiny_hybrid import tiny_hybrid
 from tiny_models import tiny_model
 from worker_tools import ROOT, SECRET, Load, Model, RunningWorker, greedy, run, running_worker
 
@@ -67,6 +68,19 @@ def test_the_logits_are_those_of_this_machine(name, worker, tmp_path):
     np.testing.assert_array_equal(run(model, [there], IDS, 32), expected)
     assert there.memory()["kv"] > 0
     there.close()
+
+
+def test_states_of_recurrent_layers(worker, tmp_path):
+    """They are where the layers are, here and there; what they take is counted."""
+    model = Model(tiny_hybrid(tmp_path / "m.gguf", n_layers=5))
+    here = model.local()
+    expected = run(model, [here], IDS, 32)
+    here.close()
+    there = model.remote(worker)
+    np.testing.assert_array_equal(run(model, [there], IDS, 32), expected)
+    there.close()
+    with pytest.raises(DeviceError, match="free, the layers and their KV cache need"):
+        model.remote(worker, states=1 << 30)
 
 
 def test_two_workers_hold_a_model_between_them(worker, tmp_path, tiny):

@@ -142,7 +142,7 @@ def test_after_the_handshake(worker, tiny):
 
 
 # array of a STEP, and what its values are raised by
-BAD_STEPS = {"positions": 1, "cu_seqlens_q": 3, "logits_rows": 4, "slot_mapping": 8, "block_tables": 9}
+BAD_STEPS = {"positions": 1, "cu_seqlens_q": 3, "logits_rows": 4, "slot_mapping": 10, "block_tables": 11}
 
 
 def open_stage(worker: RunningWorker, tiny: Model, host_slots: tuple[int, ...] = ()) -> SocketChannel:

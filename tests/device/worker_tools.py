@@ -15,7 +15,7 @@ from pathlib import Path
 import numpy as np
 import psutil
 
-from backends.base import DeviceSpec, StageBackend
+from backends.base import RECURRENT, DeviceSpec, StageBackend
 from backends.ggml.models import read_config
 from backends.ggml.stage import StageSpec
 from hetero.batch import Batch
@@ -121,14 +121,18 @@ class Model:
     def __init__(self, path: Path, max_tokens: int = 64) -> None:
         self.path, self.gguf = path, open_gguf(path)
         self.config = read_config(self.gguf)
-        windows = list(dict.fromkeys(self.config.layer_windows))
+        windows = sorted(
+            set(self.config.layer_windows), key=lambda w: (w == RECURRENT, w is not None, w or 0)
+        )
         self.group_of = {layer: windows.index(w) for layer, w in enumerate(self.config.layer_windows)}
-        self.num_groups, self.max_tokens = len(windows), max_tokens
+        self.recurrent = RECURRENT in windows
+        self.num_groups, self.max_tokens = len(windows) - self.recurrent, max_tokens
 
     def spec(self, first: int = 0, last: int | None = None, blocks: int = BLOCKS) -> StageSpec:
         last = self.config.n_layer if last is None else last
         groups = (blocks,) * self.num_groups
-        return StageSpec(first, last, self.group_of, groups, self.max_tokens, self.max_tokens)
+        spec = StageSpec(first, last, self.group_of, groups, self.max_tokens, self.max_tokens)
+        return replace(spec, num_states=3 if self.recurrent else 0)
 
     def remote(
         self,
@@ -137,8 +141,11 @@ class Model:
         last: int | None = None,
         blocks: int = BLOCKS,
         host_slots: tuple[int, ...] = (),
+        states: int | None = None,
     ) -> RemoteStage:
         spec = replace(self.spec(first, last, blocks), host_slots=host_slots)
+        if states is not None:
+            spec = replace(spec, num_states=states)
         part = ModelPart(self.gguf, self.config, spec.first, spec.last)
         return RemoteStage(part, self.config, DeviceSpec("CPU", worker=worker.address), spec, SECRET)
 
@@ -156,7 +163,7 @@ class Model:
         positions = np.arange(start, start + count, dtype=np.int32)
         table = np.arange(1, BLOCKS, dtype=np.int32)[None]
         slots = table[0][positions // BLOCK] * BLOCK + positions % BLOCK
-        return Batch(
+        batch = Batch(
             step_id=0,
             input_ids=np.array(ids, np.int32),
             positions=positions,
@@ -167,6 +174,10 @@ class Model:
             logits_rows=np.arange(count, dtype=np.int32),
             copies=[],
         )
+        if self.recurrent:
+            batch.state_sources = np.array([2 if start else 0], np.int32)
+            batch.state_writes = np.array([[0, count, 2]], np.int32)
+        return batch
 
 
 def run(model: Model, stages: list[StageBackend], ids: list[int], chunk: int) -> np.ndarray:
