@@ -37,12 +37,13 @@ binary: $(BINARY_STAMP)
 release-check: binary
 	build/verify.sh dist/hetero $(BIN)/hetero
 
-# Regenerates docs/config.md and docs/models.md; a test fails when one is out of date.
+# Regenerates docs/config.md, docs/models.md and docs/openapi.yaml; a test fails when one is out of date.
 docs: $(STAMP)
 	$(BIN)/python -m hetero.config > docs/config.md
 	$(BIN)/python -m hetero.plan.models_docs > docs/models.md
 	$(BIN)/python -m hetero.metrics_docs > docs/metrics.md
 	$(BIN)/python tests/make_dashboard.py
+	$(BIN)/python -m hetero.server.openapi > docs/openapi.yaml
 
 bench: $(STAMP) $(BENCH_STAMP)
 	$(BIN)/python tests/bench/compare.py --llama-venv .venv-bench $(ARGS)

@@ -4,6 +4,7 @@ GET, HEAD  /                         a page that shows what /status has, and a b
            /health, /v1/health       200 while generation can progress, else 503 with the reason
            /metrics                  Prometheus
            /recording                traffic as it comes, without text
+           /openapi.json             this list, with what goes in and comes out
            /v1/models, /v1/models/{id}
 POST       /v1/chat/completions, /v1/completions
            /v1/responses             and GET, DELETE /v1/responses/{id}, GET /v1/responses/{id}/input_items
@@ -36,6 +37,7 @@ from hetero.server.llamacpp import route as llamacpp
 from hetero.server.metrics import Metrics
 from hetero.server.ollama import models as ollama_models
 from hetero.server.ollama import route as ollama
+from hetero.server.openapi.document import document
 from hetero.server.page import route as page
 from hetero.server.protocol import Runner
 from hetero.server.recording import Recorder
@@ -81,6 +83,7 @@ TELLING: dict[str, Callable[[Context], dict[str, Any]]] = {
     "/props": llamacpp.props,
     "/slots": llamacpp.slots,
     "/status": page.status,
+    "/openapi.json": lambda context: document(),
 }
 ACTIVE = web.AppKey("active", Active)
 RECORDER = web.AppKey("recorder", Recorder)

@@ -36,7 +36,7 @@ def sampling_params(
     fields: Fields, n_vocab: int, *, max_tokens: int | None, logprobs: int | None
 ) -> SamplingParams:
     """The request's SamplingParams, checked. Raises ApiError naming the field."""
-    penalty = "repetition_penalty" if fields.has("repetition_penalty") else "repeat_penalty"
+    repeat_penalty = fields.number("repeat_penalty", 1.0)  # llama.cpp's name for it
     top_k = fields.integer("top_k", low=-1)  # vLLM's -1 and llama.cpp's 0 both mean off
     params = SamplingParams(
         max_tokens=max_tokens,
@@ -44,7 +44,7 @@ def sampling_params(
         top_k=max(top_k or 0, 0),
         top_p=fields.number("top_p", 1.0),
         min_p=fields.number("min_p", 0.0),
-        repetition_penalty=fields.number(penalty, 1.0),
+        repetition_penalty=fields.number("repetition_penalty", repeat_penalty),
         presence_penalty=fields.number("presence_penalty", 0.0),
         frequency_penalty=fields.number("frequency_penalty", 0.0),
         logit_bias=_logit_bias(fields),
@@ -63,13 +63,15 @@ def sampling_params(
 
 def max_tokens(fields: Fields, *names: str) -> int | None:
     """The first of `names` that is given. -1, which some clients send, means no limit, as absence does."""
-    for name in names:
-        if fields.has(name):
-            value = fields.integer(name, low=-1)
-            if value == 0:
-                raise bad_field(name, "must be at least 1, not 0")
-            return None if value == -1 else value
-    return None
+    given = [value for value in [_limit(fields, name) for name in names] if value is not None]
+    return None if not given or given[0] == -1 else given[0]
+
+
+def _limit(fields: Fields, name: str) -> int | None:
+    value = fields.integer(name, low=-1)
+    if value == 0:
+        raise bad_field(name, "must be at least 1, not 0")
+    return value
 
 
 def _stop(fields: Fields) -> tuple[str, ...]:

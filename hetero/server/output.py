@@ -20,6 +20,10 @@ Output = dict[str, Any]  # as in hetero.text.output
 
 FORMATS = ("text", "json_object", "json_schema")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
+_SHAPES: dict[str, tuple[str, type]] = {
+    "json_object": ("true or false", bool), "choice": ("an array of strings", list),
+    "regex": ("a string", str), "grammar": ("a string", str),
+}  # fmt: skip
 
 
 def read_output(fields: Fields) -> Output | None:
@@ -84,19 +88,20 @@ def _response_format(fields: Fields) -> Output | None:
 
 
 def _structured(kind: str, value: Any, field: str) -> Iterator[Output]:
-    if value is None or value in ("", [], {}, False):
-        return
+    """One of vLLM's fields. What is empty asks for nothing."""
     if kind == "json":
-        yield json_output(value, field) or {}
-    elif kind == "json_object":
-        if value is not True:
-            raise wrong_type(field, "true or false", value)
-        yield {"type": "json_object", "field": field}
-    elif kind == "choice":
-        if not isinstance(value, list) or not all(isinstance(choice, str) for choice in value):
-            raise wrong_type(field, "an array of strings", value)
-        yield {"type": "choice", "choice": value, "field": field}
-    else:
-        if not isinstance(value, str):
-            raise wrong_type(field, "a string", value)
-        yield {"type": kind, kind: value, "field": field}
+        output = json_output(None if value == {} else value, field)
+        if output is not None:
+            yield output
+        return
+    wanted, shape = _SHAPES[kind]
+    if value is not None and not isinstance(value, shape):
+        raise wrong_type(field, wanted, value)
+    if not value:
+        return
+    if kind == "json_object":
+        yield {"type": kind, "field": field}
+        return
+    if kind == "choice" and not all(isinstance(choice, str) for choice in value):
+        raise wrong_type(field, wanted, value)
+    yield {"type": kind, kind: value, "field": field}

@@ -9,6 +9,7 @@ from hetero.server.errors import bad_field
 from hetero.server.validate import Fields, type_name, wrong_type
 
 MAX_NAME_CHARS = 256
+CHOICES = ("auto", "none", "required")
 Tool = dict[str, Any]
 ToolChoice = str | dict[str, Any]
 
@@ -64,17 +65,15 @@ def read_tool_choice(fields: Fields, tools: Sequence[Tool]) -> ToolChoice:
     Without tools there is nothing to choose: "none". Raises ApiError.
     """
     choice = fields.body.get("tool_choice")
+    where = fields.name("tool_choice")
+    if isinstance(choice, str) and choice not in CHOICES:
+        raise bad_field(where, f"must be {', '.join(CHOICES)} or an object that names a tool")
+    if not (choice is None or isinstance(choice, (str, dict))):
+        raise wrong_type(where, "a string or an object", choice)
     if not tools:
         return "none"
-    if choice is None:
-        return "auto"
-    where = fields.name("tool_choice")
-    if isinstance(choice, str):
-        if choice not in ("auto", "none", "required"):
-            raise bad_field(where, "must be auto, none, required or an object that names a tool")
-        return choice
     if not isinstance(choice, dict):
-        raise wrong_type(where, "a string or an object", choice)
+        return choice or "auto"
     kind = choice.get("type", "function")
     if kind == "function":
         return {"name": known_tool(_name_in(choice), tools, where)}

@@ -76,7 +76,7 @@ def _tools(fields: Fields) -> list[Tool]:
         where = f"tools[{i}]"
         if not isinstance(tool, dict):
             raise wrong_type(where, "an object", tool)
-        kind = tool.get("type") or "custom"
+        kind = "custom" if tool.get("type") is None else tool["type"]
         if kind != "custom":
             shown = f"'{kind[:40]}'" if isinstance(kind, str) else type_name(kind)
             raise bad_field(f"{where}.type", f"{shown} tools are not supported, only 'custom'")

@@ -39,7 +39,7 @@ def to_messages(items: Sequence[Item], instructions: str | None, num_old: int = 
         messages.append({"role": "system", "content": instructions})
     for i, item in enumerate(items):
         where = f"input[{i - num_old}]"
-        kind = item.get("type") or "message"
+        kind = "message" if item.get("type") is None else item["type"]
         add = _ADD.get(kind) if isinstance(kind, str) else None
         if add is None:
             shown = f"'{kind[:40]}'" if isinstance(kind, str) else type_name(kind)

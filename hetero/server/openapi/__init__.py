@@ -1,0 +1,1 @@
+"""The description of all routes, OpenAPI 3.1: served at /openapi.json, and kept as docs/openapi.yaml."""
