@@ -2,23 +2,10 @@
 
 from __future__ import annotations
 
-import asyncio
 import json
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from scale import scaled
-
-from hetero.request import RequestError
-from hetero.server.app import GENERATING, ServerSettings
-from hetero.server.context import Context
-from hetero.server.errors import ApiError
-from hetero.server.generate import Active
-from hetero.server.recording import Recorder
-from hetero.server.respond import Answer
-from hetero.server.responses.route import Responses
 
 from .client import Client
 from .fake_engine import FakeEngine
@@ -324,63 +311,3 @@ async def test_a_model_without_template_says_so(client: Client, engine: FakeEngi
     reply = await client.chat()
     assert reply.status == 400 and "chat template" in reply.error["message"]
     assert (await client.complete()).status == 200
-
-
-scalars = st.one_of(
-    st.none(),
-    st.booleans(),
-    st.integers(-(10**30), 10**30),
-    st.integers(-2, 5),
-    st.floats(),
-    st.text(max_size=4),
-)
-values = st.recursive(
-    scalars,
-    lambda inner: st.one_of(
-        st.lists(inner, max_size=3),
-        st.dictionaries(
-            st.sampled_from(["role", "content", "type", "text", "5", "schema", "function", "name", "format"]),
-            inner,
-            max_size=3,
-        ),
-    ),
-    max_leaves=8,
-)
-NAMES = [
-    "messages", "prompt", "n", "stop", "stream", "stream_options", "logprobs", "top_logprobs", "temperature",
-    "top_k", "seed", "logit_bias", "response_format", "max_tokens", "tools", "modalities", "echo", "best_of",
-    "suffix", "min_p", "stop_token_ids", "chat_template_kwargs", "grammar", "input", "instructions",
-    "tool_choice", "parallel_tool_calls", "text", "reasoning", "include", "previous_response_id", "store",
-    "system", "thinking", "output_config", "stop_sequences", "options", "format", "think", "raw", "images",
-    "reasoning_effort", "structured_outputs", "guided_choice", "max_output_tokens", "metadata",
-]  # fmt: skip
-
-
-BODIES: dict[str, dict[str, Any]] = {
-    "/v1/chat/completions": {"messages": [USER]},
-    "/v1/completions": {"prompt": "hi"},
-    "/v1/responses": {"input": [USER]},
-    "/v1/messages": {"messages": [USER], "max_tokens": 9},
-    "/api/chat": {"messages": [USER]},
-    "/api/generate": {"prompt": "hi"},
-}
-
-
-@given(st.dictionaries(st.sampled_from(NAMES), values, max_size=4), st.sampled_from(sorted(BODIES)))
-@settings(max_examples=scaled(400, 6000), deadline=None)
-def test_no_body_gets_past_the_validation_by_accident(body: dict[str, Any], path: str) -> None:
-    async def run() -> None:
-        context = Context(FakeEngine(), ServerSettings(), Active(), Recorder(ServerSettings()))  # type: ignore[arg-type]
-        prepare = {**GENERATING, "/v1/responses": Responses(context).prepare}[path]
-        answer = await prepare({**BODIES[path], **body}, context)
-        if isinstance(answer, Answer):
-            async with answer.generation:
-                choices = await answer.generation.collect()
-            json.dumps(answer.writer.whole(choices, answer.generation.usage))
-
-    try:
-        asyncio.run(run())
-    except ApiError as error:
-        assert error.status == 400
-    except RequestError:
-        pass

@@ -27,7 +27,8 @@ from .fake_engine import FakeEngine
 
 DOCUMENT = document()
 SCHEMA = schemathesis.openapi.from_dict(document())
-OPERATIONS = [result.ok() for result in SCHEMA.get_all_operations()]
+LASTS = "GET /recording"  # as long as it is asked to
+OPERATIONS = [op for result in SCHEMA.get_all_operations() if (op := result.ok()).label != LASTS]
 BY_LABEL = {operation.label: operation for operation in OPERATIONS}
 CHECKS = [
     not_a_server_error,
@@ -110,7 +111,7 @@ def address() -> Iterator[str]:
 def test_requests_made_of_the_document(address: str, label: str, mode: GenerationMode) -> None:
     """No 500; statuses, content types, headers and bodies are as described; what it forbids is refused."""
     operation = BY_LABEL[label]
-    count = scaled(5, 120) if operation.method == "post" else scaled(1, 10)
+    count = scaled(2, 120) if operation.method == "post" else scaled(1, 10)
 
     @given(case=operation.as_strategy(generation_mode=mode))
     @settings(max_examples=count, deadline=None, suppress_health_check=list(HealthCheck), database=None)

@@ -7,7 +7,8 @@ from typing import Any
 
 from hetero import __version__
 from hetero.server.openapi import answers, requests
-from hetero.server.openapi.shapes import STRING, Schema, described, ref
+from hetero.server.openapi.shapes import ANY, STRING, Schema, described, ref
+from hetero.server.recording import MAX_SECONDS
 from hetero.server.request_id import HEADER as REQUEST_ID
 from hetero.server.sse import NDJSON
 
@@ -15,6 +16,13 @@ Operation = dict[str, Any]
 
 JSON, SSE = "application/json", "text/event-stream"
 ID = {"name": "id", "in": "path", "required": True, "schema": STRING}
+SECONDS = {
+    "name": "seconds",
+    "in": "query",
+    "required": True,
+    "schema": {"type": "number", "exclusiveMinimum": 0, "maximum": MAX_SECONDS},
+}
+PIECES = described(ANY, "Pieces of the answer, as they come.")
 ANYONE_WITH_A_KEY: list[dict[str, list[str]]] = [{}, {"bearer": []}, {"apiKey": []}]
 ERRORS = ("Error", "AnthropicError", "OllamaError")
 REASONS = {
@@ -130,6 +138,10 @@ def _own() -> dict[str, Any]:
         "/v1/health": {"get": health},
         "/metrics": {"get": _operation("For Prometheus", STRING, (), content="text/plain")},
         "/status": _get("What runs where, and how busy it is", "Status"),
+        "/recording": {
+            "parameters": [SECONDS],
+            "get": _operation("Traffic as it comes, without text", STRING, (400,), content=NDJSON),
+        },
         "/openapi.json": {"get": _operation("This document", {"type": "object"}, ())},
     }
 
@@ -142,8 +154,7 @@ def _generate(
     summary: str, asked: str, told: str, *, error: str = "Error", streamed: str = SSE
 ) -> dict[str, Any]:
     operation = _operation(summary, ref(told), (*WITH_BODY, *GENERATES), error, asked)
-    stream = described(STRING, "Pieces of the answer, as they come.")
-    operation["responses"]["200"]["content"][streamed] = {"schema": stream}
+    operation["responses"]["200"]["content"][streamed] = {"schema": PIECES}
     return {"post": operation}
 
 
