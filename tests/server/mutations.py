@@ -94,6 +94,11 @@ GOOD: dict[str, list[dict[str, Any]]] = {
             "input_extra": [{"filename": "a.py", "text": "import os"}], "t_max_predict_ms": 50, "n_indent": 1,
         }
     ],
+    "/v1/embeddings": [{"input": ["a", "b"], "encoding_format": "base64"}, {"input": [1, 2, 3]}],
+    "/api/embed": [{"input": ["a", "b"], "truncate": True}],
+    "/api/embeddings": [{"prompt": "a"}],
+    "/embedding": [{"content": "a"}],
+    "/embeddings": [{"input": [[1, 2], [3]], "embd_normalize": 2}],
     "/tokenize": [{"content": "<s>hé", "add_special": True, "parse_special": False, "with_pieces": True}],
     "/detokenize": [{"tokens": [1, 2, 3]}],
     "/apply-template": [{"messages": TURNS, "chat_template_kwargs": {"enable_thinking": False}}],

@@ -240,7 +240,26 @@ VERSION = answer({"version": STRING})
 TEXT = answer({"content": STRING})
 PROMPT = answer({"prompt": STRING})
 
+_VECTOR = array(number())
+_PROMPT_USAGE = answer({"prompt_tokens": _COUNT, "total_tokens": _COUNT})
+_EMBEDDING = answer(
+    {"object": enum("embedding"), "index": _COUNT, "embedding": either(_VECTOR, STRING)}
+)  # as text: base64 of float32
+EMBEDDINGS = answer(
+    {"object": enum("list"), "data": array(_EMBEDDING), "model": STRING, "usage": _PROMPT_USAGE}
+)
+OLLAMA_EMBED = answer(
+    {
+        "model": STRING, "embeddings": array(_VECTOR), "total_duration": _COUNT, "load_duration": _COUNT,
+        "prompt_eval_count": _COUNT,
+    }
+)  # fmt: skip
+OLLAMA_EMBEDDINGS = answer({"embedding": _VECTOR})
+LLAMA_EMBEDDINGS = array(answer({"index": _COUNT, "embedding": array(_VECTOR)}))
+
 SCHEMAS: dict[str, Schema] = {
+    "Embeddings": EMBEDDINGS, "OllamaEmbed": OLLAMA_EMBED, "OllamaEmbeddings": OLLAMA_EMBEDDINGS,
+    "LlamaEmbeddings": LLAMA_EMBEDDINGS,
     "Chat": CHAT, "Completion": COMPLETION, "Response": RESPONSE, "DeletedResponse": DELETED,
     "InputItems": INPUT_ITEMS, "AnthropicMessage": MESSAGE, "Count": COUNTED, "OllamaChat": OLLAMA_CHAT,
     "OllamaGenerate": OLLAMA_GENERATE, "Show": SHOW, "Version": VERSION, "Tags": TAGS, "Ps": PS,

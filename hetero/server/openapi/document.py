@@ -83,6 +83,7 @@ def _openai() -> dict[str, Any]:
             **stored,
             "get": _operation("What a response answered", ref("InputItems"), (404,)),
         },
+        "/v1/embeddings": _embed("Embeddings of texts", "EmbeddingsRequest", "Embeddings"),
         "/v1/models": _get("The model", "Models"),
         "/v1/models/{id}": {
             "parameters": [ID],
@@ -108,6 +109,8 @@ def _ollama() -> dict[str, Any]:
     return {
         "/api/chat": generate("Ollama's chat", "OllamaChatRequest", "OllamaChat"),
         "/api/generate": generate("Ollama's generate", "OllamaGenerateRequest", "OllamaGenerate"),
+        "/api/embed": _embed("Embeddings of texts", "OllamaEmbedRequest", "OllamaEmbed", error),
+        "/api/embeddings": _embed("Of one text", "OllamaEmbeddingsRequest", "OllamaEmbeddings", error),
         "/api/show": _compute("What is known of the model", "ShowRequest", "Show", (404,), error),
         "/api/version": _get("The version of Ollama whose API this is", "Version", error),
         "/api/tags": _get("The model", "Tags", error),
@@ -117,7 +120,10 @@ def _ollama() -> dict[str, Any]:
 
 def _llama_server() -> dict[str, Any]:
     completion = _generate("llama-server's completion", "LlamaCompletionRequest", "LlamaCompletion")
+    embed = _embed("llama-server's embeddings", "LlamaEmbeddingsRequest", "LlamaEmbeddings")
     return {
+        "/embedding": embed,
+        "/embeddings": embed,
         "/completion": completion,
         "/completions": completion,
         "/infill": _generate("The text between two others", "InfillRequest", "LlamaCompletion"),
@@ -156,6 +162,10 @@ def _generate(
     operation = _operation(summary, ref(told), (*WITH_BODY, *GENERATES), error, asked)
     operation["responses"]["200"]["content"][streamed] = {"schema": PIECES}
     return {"post": operation}
+
+
+def _embed(summary: str, asked: str, told: str, error: str = "Error") -> dict[str, Any]:
+    return {"post": _operation(summary, ref(told), (*WITH_BODY, *GENERATES), error, asked)}
 
 
 def _compute(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from hetero.server import chat, openai
+from hetero.server import chat, embeddings, openai
 from hetero.server.anthropic import messages as anthropic_messages
 from hetero.server.anthropic import route as anthropic
 from hetero.server.llamacpp import read as llamacpp
@@ -211,7 +211,33 @@ APPLY_TEMPLATE = body(
     {"messages": array(ref("Message"), low=1)}, {**TEMPLATE, "chat_template_kwargs": OBJECT}
 )
 
+_TEXTS = either(
+    NAME,
+    array(NAME, 1, embeddings.MAX_INPUTS),
+    {**TOKEN_IDS, "minItems": 1},
+    array({**TOKEN_IDS, "minItems": 1}, 1, embeddings.MAX_INPUTS),
+)
+_EMBED: dict[str, Schema] = {
+    "model": MODEL, "dimensions": described(integer(1), "Only what the model has."),
+}  # fmt: skip
+EMBEDDINGS = body({"input": _TEXTS}, {**_EMBED, "encoding_format": enum("float", "base64")})
+OLLAMA_EMBED = body(
+    {},
+    {
+        **_EMBED,
+        "input": described(either(_TEXTS, enum("", [])), "None: the model is loaded."),
+        "truncate": described(BOOLEAN, "Whether what is too long is cut; else it is refused."),
+    },
+)
+OLLAMA_EMBEDDINGS = body({}, {**_EMBED, "prompt": STRING})
+_NORM = {"embd_normalize": enum(embeddings.EUCLIDEAN)}
+LLAMA_EMBEDDINGS = either(
+    body({"content": _TEXTS}, {**_EMBED, **_NORM}), body({"input": _TEXTS}, {**_EMBED, **_NORM, "content": NULL})
+)
+
 SCHEMAS: dict[str, Schema] = {
+    "EmbeddingsRequest": EMBEDDINGS, "OllamaEmbedRequest": OLLAMA_EMBED,
+    "OllamaEmbeddingsRequest": OLLAMA_EMBEDDINGS, "LlamaEmbeddingsRequest": LLAMA_EMBEDDINGS,
     "ChatRequest": CHAT, "CompletionRequest": COMPLETION, "ResponsesRequest": RESPONSES,
     "MessagesRequest": MESSAGES, "CountRequest": COUNT, "OllamaChatRequest": OLLAMA_CHAT,
     "OllamaGenerateRequest": OLLAMA_GENERATE, "ShowRequest": SHOW, "InfillRequest": INFILL,
