@@ -20,7 +20,7 @@ Output = dict[str, Any]  # as in hetero.text.output
 
 FORMATS = ("text", "json_object", "json_schema")
 _STRUCTURED = ("json", "regex", "choice", "grammar", "json_object")
-_SHAPES: dict[str, tuple[str, type]] = {
+_SHAPES: dict[str, tuple[str, type[Any]]] = {
     "json_object": ("true or false", bool), "choice": ("an array of strings", list),
     "regex": ("a string", str), "grammar": ("a string", str),
 }  # fmt: skip
