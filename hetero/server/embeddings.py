@@ -128,6 +128,8 @@ async def _inputs(given: Any, name: str, context: Context) -> list[list[int]]:
             ids = await context.engine.text.tokenize(item, parse_special=False)
         elif isinstance(item, list):
             ids = [as_integer(name, token) for token in item]
+            if wrong := [i for i in ids if not 0 <= i < context.engine.info.n_vocab]:
+                raise bad_field(name, f"token id {wrong[0]} is outside the vocabulary")
         else:
             raise wrong_type(name, WANTED, item)
         if not ids:

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 from typing import Any
 
+from aiohttp import web
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from scale import scaled
@@ -140,7 +141,8 @@ def test_no_body_gets_past_the_validation_by_accident(body: dict[str, Any], path
             async with answer.generation:
                 choices = await answer.generation.collect()
             answer = answer.writer.whole(choices, answer.generation.usage)
-        json.dumps(answer)
+        if not isinstance(answer, web.Response):
+            json.dumps(answer)
 
     try:
         asyncio.run(run())

@@ -232,7 +232,8 @@ OLLAMA_EMBED = body(
 OLLAMA_EMBEDDINGS = body({}, {**_EMBED, "prompt": STRING})
 _NORM = {"embd_normalize": enum(embeddings.EUCLIDEAN)}
 LLAMA_EMBEDDINGS = either(
-    body({"content": _TEXTS}, {**_EMBED, **_NORM}), body({"input": _TEXTS}, {**_EMBED, **_NORM, "content": NULL})
+    body({"content": _TEXTS}, {**_EMBED, **_NORM}),
+    body({"input": _TEXTS}, {**_EMBED, **_NORM, "content": NULL}),
 )
 
 SCHEMAS: dict[str, Schema] = {
