@@ -143,8 +143,9 @@ class DiskStats:
 class EngineStats:
     """A snapshot. Counters are totals since the start, times are seconds.
 
-    `kv_blocks` has (usable, available) per KV group, `host_slots` (all, free). `step_seconds` is the time
-    from step to step while there was work; `host_seconds` is the part of it that no device computed.
+    `kv_blocks` has (usable, available) per KV group, of recurrent layers' group states, `host_slots` (all,
+    free). `step_seconds` is the time from step to step while there was work; `host_seconds` is the part of
+    it that no device computed.
     """
 
     running: int = 0

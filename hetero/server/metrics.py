@@ -91,7 +91,8 @@ class EngineCollector:
                 yield GaugeMetricFamily(name, text, value=getattr(stats.disk, attribute))
             for name, attribute, text in DISK_COUNTERS:
                 yield CounterMetricFamily(name, text, value=getattr(stats.disk, attribute))
-        blocks = GaugeMetricFamily("hetero_kv_blocks", "KV blocks of a group's pool.", labels=["group"])
+        text = "KV blocks of a group's pool; of recurrent layers, the last group, states."
+        blocks = GaugeMetricFamily("hetero_kv_blocks", text, labels=["group"])
         free = GaugeMetricFamily(
             "hetero_kv_blocks_free", "KV blocks that could be taken now.", labels=["group"]
         )
