@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
 from hetero.server.errors import bad_field
@@ -76,7 +76,7 @@ def read_tool_choice(fields: Fields, tools: Sequence[Tool]) -> ToolChoice:
         return choice or "auto"
     kind = choice.get("type", "function")
     if kind == "function":
-        return {"name": known_tool(_name_in(choice), tools, where)}
+        return {"name": known_tool(_name_in(choice), {tool["function"]["name"] for tool in tools}, where)}
     if kind != "allowed_tools":
         shown = f"'{kind[:40]}'" if isinstance(kind, str) else type_name(kind)
         raise bad_field(where, f"type {shown} is not supported, only 'function' and 'allowed_tools'")
@@ -86,15 +86,16 @@ def read_tool_choice(fields: Fields, tools: Sequence[Tool]) -> ToolChoice:
     entries, mode = allowed.get("tools"), allowed.get("mode", "auto")
     if mode not in ("auto", "required") or not isinstance(entries, list) or not entries:
         raise bad_field(where, "allowed_tools needs a mode, auto or required, and a list of tools")
-    names = [known_tool(_name_in(entry), tools, where) for entry in entries]
+    known = {tool["function"]["name"] for tool in tools}
+    names = [known_tool(_name_in(entry), known, where) for entry in entries]
     return {"names": names, "mode": mode}
 
 
-def known_tool(name: Any, tools: Sequence[Tool], where: str) -> str:
-    """`name`, if a tool has it. Raises ApiError."""
+def known_tool(name: Any, known: Collection[str], where: str) -> str:
+    """`name`, if it is one of the `known` tools. Raises ApiError."""
     if not isinstance(name, str):
         raise bad_field(where, "must name a tool")
-    if all(tool["function"]["name"] != name for tool in tools):
+    if name not in known:
         raise bad_field(where, f"there is no tool {name[:100]!r} in tools")
     return name
 

@@ -195,6 +195,7 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
     "system", the system messages at the start become one, JSON arguments of tool calls are parsed.
     """
     chat: list[dict[str, Any]] = []
+    system: list[str] = []  # texts of the system messages at the start
     for index, message in enumerate(messages):
         where = f"messages[{index}]"
         if not isinstance(message, Mapping) or not isinstance(message.get("role"), str):
@@ -204,10 +205,13 @@ def normalize_messages(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, 
         entry["content"] = content_text(entry.get("content"), f"{where}.content")
         if isinstance(entry.get("tool_calls"), list):
             entry["tool_calls"] = [_parsed_call(call) for call in entry["tool_calls"]]
-        if chat and entry["role"] == "system" and all(m["role"] == "system" for m in chat):
-            chat[-1]["content"] = "\n\n".join(filter(None, (chat[-1]["content"], entry["content"])))
-        else:
-            chat.append(entry)
+        if entry["role"] == "system" and len(chat) == bool(system):
+            system.append(entry["content"])
+            if len(system) > 1:
+                continue
+        chat.append(entry)
+    if len(system) > 1:
+        chat[0]["content"] = "\n\n".join(filter(None, system))
     return chat
 
 

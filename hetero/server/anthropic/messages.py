@@ -24,11 +24,10 @@ def read_messages(fields: Fields) -> list[Message]:
     given = fields.array("messages")
     if not given:
         raise bad_field("messages", "must be an array with at least one message")
-    system, messages = [_system(fields.body.get("system"))], list[Message]()
+    turns = _Turns(_system(fields.body.get("system")))
     for i, value in enumerate(given):
-        _add(messages, system, value, f"messages[{i}]")
-    text = "\n\n".join(filter(None, system))
-    return [{"role": "system", "content": text}, *messages] if text else messages
+        turns.add(value, f"messages[{i}]")
+    return turns.messages()
 
 
 def _system(value: Any) -> str:
@@ -41,80 +40,87 @@ def _system(value: Any) -> str:
     return "\n".join(filter(None, texts))
 
 
-def _add(messages: list[Message], system: list[str], value: Any, where: str) -> None:
-    if not isinstance(value, dict):
-        raise wrong_type(where, "an object", value)
-    role, content = value.get("role"), value.get("content")
-    if role not in ROLES:
-        raise bad_field(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    if isinstance(content, str):
-        content = [{"type": "text", "text": content}]
-    if not isinstance(content, list):
-        raise wrong_type(f"{where}.content", "a string or an array of blocks", content)
-    if role == "system":
-        system.append("\n".join(_texts(content, f"{where}.content")))
-    elif role == "user":
-        _add_user(messages, content, f"{where}.content")
-    else:
-        _add_assistant(messages, content, f"{where}.content")
+class _Turns:
+    """The messages so far. Texts that become one are joined at the end: there may be very many."""
 
+    def __init__(self, system: str):
+        self._system = [system]
+        self._messages: list[Message] = []  # "content" is a list of texts, but not of tools' results
+        self._called: dict[str, str] = {}  # ids of calls, and names of the tools
 
-def _add_user(messages: list[Message], blocks: list[Any], where: str) -> None:
-    """Results of tools are messages of their own, before what the user says."""
-    texts = []
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]"
-        if _kind(block, at) == "tool_result":
-            messages.append(_tool_result(messages, block, at))
+    def messages(self) -> list[Message]:
+        """All of them. Nothing can be added afterwards."""
+        for message in self._messages:
+            if message["role"] != "tool":
+                message["content"] = ("\n\n" if message["role"] == "user" else "").join(message["content"])
+            if "reasoning_content" in message:
+                message["reasoning_content"] = "\n".join(message["reasoning_content"])
+        text = "\n\n".join(filter(None, self._system))
+        return [{"role": "system", "content": text}, *self._messages] if text else self._messages
+
+    def add(self, value: Any, where: str) -> None:
+        if not isinstance(value, dict):
+            raise wrong_type(where, "an object", value)
+        role, content = value.get("role"), value.get("content")
+        if role not in ROLES:
+            raise bad_field(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+        if isinstance(content, str):
+            content = [{"type": "text", "text": content}]
+        if not isinstance(content, list):
+            raise wrong_type(f"{where}.content", "a string or an array of blocks", content)
+        if role == "system":
+            self._system.append("\n".join(_texts(content, f"{where}.content")))
+        elif role == "user":
+            self._add_user(content, f"{where}.content")
         else:
-            texts.append(_text(block, at))
-    text = "\n".join(texts)
-    if texts and messages and messages[-1]["role"] == "user":
-        messages[-1]["content"] += f"\n\n{text}"
-    elif texts or not blocks:
-        messages.append({"role": "user", "content": text})
+            self._add_assistant(content, f"{where}.content")
 
+    def _add_user(self, blocks: list[Any], where: str) -> None:
+        """Results of tools are messages of their own, before what the user says."""
+        texts = []
+        for i, block in enumerate(blocks):
+            at = f"{where}[{i}]"
+            if _kind(block, at) == "tool_result":
+                self._messages.append(self._tool_result(block, at))
+            else:
+                texts.append(_text(block, at))
+        text = "\n".join(texts)
+        if texts and self._messages and self._messages[-1]["role"] == "user":
+            self._messages[-1]["content"].append(text)
+        elif texts or not blocks:
+            self._messages.append({"role": "user", "content": [text]})
 
-def _add_assistant(messages: list[Message], blocks: list[Any], where: str) -> None:
-    texts, thoughts, calls = [], [], []
-    for i, block in enumerate(blocks):
-        at = f"{where}[{i}]"
-        kind = _kind(block, at)
-        if kind == "thinking":
-            thoughts.append(_string(block, "thinking", at))
-        elif kind == "tool_use":
-            calls.append(_tool_use(block, at))
-        elif kind != "redacted_thinking":  # nobody here can read that
-            texts.append(_text(block, at))
-    message: Message = {"role": "assistant", "content": "".join(texts)}
-    if thoughts:
-        message["reasoning_content"] = "\n".join(thoughts)
-    if calls:
-        message["tool_calls"] = calls
-    if messages and messages[-1]["role"] == "assistant" and "tool_calls" not in messages[-1]:
-        message["content"] = messages.pop()["content"] + message["content"]
-    messages.append(message)
+    def _add_assistant(self, blocks: list[Any], where: str) -> None:
+        last = self._messages[-1] if self._messages else {}
+        if last.get("role") != "assistant" or "tool_calls" in last:
+            last = {"role": "assistant", "content": []}
+            self._messages.append(last)
+        for i, block in enumerate(blocks):
+            at = f"{where}[{i}]"
+            kind = _kind(block, at)
+            if kind == "thinking":
+                last.setdefault("reasoning_content", []).append(_string(block, "thinking", at))
+            elif kind == "tool_use":
+                call = _tool_use(block, at)
+                self._called[call["id"]] = call["function"]["name"]
+                last.setdefault("tool_calls", []).append(call)
+            elif kind != "redacted_thinking":  # nobody here can read that
+                last["content"].append(_text(block, at))
+
+    def _tool_result(self, block: dict[str, Any], where: str) -> Message:
+        call_id, content = _string(block, "tool_use_id", where), block.get("content")
+        text = content if isinstance(content, str) else "\n".join(_texts(content or [], f"{where}.content"))
+        if Fields(block, f"{where}.").boolean("is_error"):
+            text = f"Error: {text}"
+        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        name = self._called.get(call_id)
+        return message if name is None else {**message, "name": name}
 
 
 def _tool_use(block: dict[str, Any], where: str) -> dict[str, Any]:
     name, call_id = _string(block, "name", where), _string(block, "id", where)
     arguments = Fields(block, f"{where}.").object("input") or {}
     return {"id": call_id, "type": "function", "function": {"name": name, "arguments": encode(arguments)}}
-
-
-def _tool_result(messages: list[Message], block: dict[str, Any], where: str) -> Message:
-    call_id, content = _string(block, "tool_use_id", where), block.get("content")
-    text = content if isinstance(content, str) else "\n".join(_texts(content or [], f"{where}.content"))
-    if Fields(block, f"{where}.").boolean("is_error"):
-        text = f"Error: {text}"
-    message = {"role": "tool", "tool_call_id": call_id, "content": text}
-    names = [
-        call["function"]["name"]
-        for earlier in messages
-        for call in earlier.get("tool_calls", ())
-        if call["id"] == call_id
-    ]
-    return {**message, "name": names[-1]} if names else message
 
 
 def _texts(blocks: Any, where: str) -> list[str]:

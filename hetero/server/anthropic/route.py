@@ -92,7 +92,8 @@ def _tool_choice(fields: Fields, tools: list[Tool]) -> tuple[ToolChoice, bool]:
     if not tools:
         return "none", parallel
     if kind == "tool":
-        return {"name": known_tool(given.body.get("name"), tools, "tool_choice.name")}, parallel
+        known = {tool["function"]["name"] for tool in tools}
+        return {"name": known_tool(given.body.get("name"), known, "tool_choice.name")}, parallel
     if kind not in ("auto", "any", "none"):
         raise bad_field("tool_choice.type", "must be auto, any, tool or none")
     return "required" if kind == "any" else kind, parallel

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections import deque
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from hetero.sampling.params import SamplingParams
@@ -78,7 +79,7 @@ def read_params(fields: Fields, context: Context) -> SamplingParams:
 def read_messages(fields: Fields) -> list[Message]:
     """The messages, with results of tools matched to calls by name and order where they have no ids."""
     messages: list[Message] = []
-    open_calls: list[dict[str, Any]] = []
+    open_calls = _OpenCalls([])
     for i, value in enumerate(fields.array("messages") or ()):
         where = f"messages[{i}]"
         if not isinstance(value, dict):
@@ -98,9 +99,9 @@ def read_messages(fields: Fields) -> list[Message]:
         ]
         if calls:
             message["tool_calls"] = calls
-            open_calls = list(calls)
+            open_calls = _OpenCalls(calls)
         if role == "tool":
-            message |= _answered(open_calls, given.string("tool_name"), given.string("tool_call_id"))
+            message |= open_calls.answered(given.string("tool_name"), given.string("tool_call_id"))
         messages.append(message)
     return messages
 
@@ -118,14 +119,32 @@ def _call(call: Any, where: str, call_id: str) -> dict[str, Any]:
     }
 
 
-def _answered(open_calls: list[dict[str, Any]], name: str | None, call_id: str | None) -> dict[str, Any]:
-    """Which of the calls a tool's message answers: the one it names, else the next."""
-    for call in open_calls:
-        named = call["function"]["name"]
-        if name in (None, named) and call_id in (None, call["id"]):
-            open_calls.remove(call)
-            return {"tool_call_id": call["id"], "name": named}
-    return {} if name is None else {"name": name}
+class _OpenCalls:
+    """The calls of a message that wait for an answer, found without a look at all of them."""
+
+    def __init__(self, calls: Sequence[dict[str, Any]]):
+        self._all = deque(calls)
+        self._by_id: dict[str, deque[dict[str, Any]]] = {}
+        self._by_name: dict[str, deque[dict[str, Any]]] = {}
+        for call in calls:
+            self._by_id.setdefault(call["id"], deque()).append(call)
+            self._by_name.setdefault(call["function"]["name"], deque()).append(call)
+        self._closed: set[int] = set()  # by identity: ids are the client's
+
+    def answered(self, name: str | None, call_id: str | None) -> dict[str, Any]:
+        """Which of the calls a tool's message answers: the one it names, else the next."""
+        calls = self._all
+        if call_id is not None:
+            calls = self._by_id.get(call_id, deque())
+        elif name is not None:
+            calls = self._by_name.get(name, deque())
+        while calls and id(calls[0]) in self._closed:
+            calls.popleft()
+        if not calls or name not in (None, calls[0]["function"]["name"]):
+            return {} if name is None else {"name": name}
+        call = calls.popleft()
+        self._closed.add(id(call))
+        return {"tool_call_id": call["id"], "name": call["function"]["name"]}
 
 
 def _think(fields: Fields, context: Context) -> bool | str | None:

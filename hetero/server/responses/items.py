@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 from hetero.server.errors import bad_field
@@ -34,67 +34,78 @@ def to_messages(items: Sequence[Item], instructions: str | None, num_old: int = 
     What the assistant thought, said and called in a row is one message. Raises ApiError naming the item;
     the first `num_old` items are not the request's own.
     """
-    messages: list[Message] = []
-    if instructions:
-        messages.append({"role": "system", "content": instructions})
+    turns = _Turns()
     for i, item in enumerate(items):
-        where = f"input[{i - num_old}]"
+        turns.add(item, f"input[{i - num_old}]")
+    front = [{"role": "system", "content": instructions}] if instructions else []
+    return merge_system([*front, *turns.messages()])
+
+
+class _Turns:
+    """The messages so far. Texts that become one are joined at the end: there may be very many."""
+
+    def __init__(self) -> None:
+        self._messages: list[Message] = []  # the assistant's "content" is a list of texts
+        self._called: dict[str, str] = {}  # ids of calls, and names of the tools
+
+    def messages(self) -> list[Message]:
+        """All of them that say something. Nothing can be added afterwards."""
+        for message in self._messages:
+            if message["role"] == "assistant":
+                message["content"] = "".join(message["content"])
+        return [m for m in self._messages if m["role"] != "assistant" or m["content"] or "tool_calls" in m]
+
+    def add(self, item: Item, where: str) -> None:
         kind = "message" if item.get("type") is None else item["type"]
-        add = _ADD.get(kind) if isinstance(kind, str) else None
-        if add is None:
+        if kind == "message":
+            self._message(item, where)
+        elif kind == "reasoning":
+            self._reasoning(item, where)
+        elif kind == "function_call":
+            self._function_call(item, where)
+        elif kind == "function_call_output":
+            self._function_call_output(item, where)
+        else:
             shown = f"'{kind[:40]}'" if isinstance(kind, str) else type_name(kind)
             raise bad_field(f"{where}.type", f"items of type {shown} are not supported by this server")
-        add(messages, item, where)
-    spoken = [m for m in messages if m["role"] != "assistant" or m["content"] or "tool_calls" in m]
-    return merge_system(spoken)
 
+    def _assistant(self) -> Message:
+        """The assistant's message that goes on, or a new one."""
+        if not self._messages or self._messages[-1]["role"] != "assistant":
+            self._messages.append({"role": "assistant", "content": []})
+        return self._messages[-1]
 
-def _message(messages: list[Message], item: Item, where: str) -> None:
-    role = item.get("role")
-    if role not in ROLES:
-        raise bad_field(f"{where}.role", f"must be one of {', '.join(ROLES)}")
-    content = _text(item.get("content"), f"{where}.content")
-    last = messages[-1] if messages else {}
-    if role == "assistant" and last.get("role") == "assistant" and "tool_calls" not in last:
-        last["content"] += content
-    else:
-        messages.append({"role": role, "content": content})
+    def _message(self, item: Item, where: str) -> None:
+        role = item.get("role")
+        if role not in ROLES:
+            raise bad_field(f"{where}.role", f"must be one of {', '.join(ROLES)}")
+        content = _text(item.get("content"), f"{where}.content")
+        if role != "assistant":
+            self._messages.append({"role": role, "content": content})
+        elif "tool_calls" in self._assistant():
+            self._messages.append({"role": role, "content": [content]})
+        else:
+            self._assistant()["content"].append(content)
 
+    def _reasoning(self, item: Item, where: str) -> None:
+        name = "content" if item.get("content") else "summary"
+        text = _text(item.get(name) or [], f"{where}.{name}")
+        if text:
+            self._messages.append({"role": "assistant", "content": [], "reasoning_content": text})
 
-def _reasoning(messages: list[Message], item: Item, where: str) -> None:
-    name = "content" if item.get("content") else "summary"
-    text = _text(item.get(name) or [], f"{where}.{name}")
-    if text:
-        messages.append({"role": "assistant", "content": "", "reasoning_content": text})
+    def _function_call(self, item: Item, where: str) -> None:
+        name, arguments, call_id = (_string(item, key, where) for key in ("name", "arguments", "call_id"))
+        call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
+        self._assistant().setdefault("tool_calls", []).append(call)
+        self._called[call_id] = name
 
-
-def _function_call(messages: list[Message], item: Item, where: str) -> None:
-    name, arguments, call_id = (_string(item, key, where) for key in ("name", "arguments", "call_id"))
-    call = {"id": call_id, "type": "function", "function": {"name": name, "arguments": arguments}}
-    if not messages or messages[-1]["role"] != "assistant":
-        messages.append({"role": "assistant", "content": ""})
-    messages[-1].setdefault("tool_calls", []).append(call)
-
-
-def _function_call_output(messages: list[Message], item: Item, where: str) -> None:
-    call_id = _string(item, "call_id", where)
-    message = {
-        "role": "tool",
-        "tool_call_id": call_id,
-        "content": _text(item.get("output"), f"{where}.output"),
-    }
-    calls = [call for m in messages for call in m.get("tool_calls", ()) if call["id"] == call_id]
-    if calls:
-        message["name"] = calls[-1]["function"]["name"]
-    messages.append(message)
-
-
-_ADD: dict[str, Callable[[list[Message], Item, str], None]] = {
-    "message": _message,
-    "reasoning": _reasoning,
-    "function_call": _function_call,
-    "function_call_output": _function_call_output,
-}
+    def _function_call_output(self, item: Item, where: str) -> None:
+        call_id = _string(item, "call_id", where)
+        text = _text(item.get("output"), f"{where}.output")
+        message = {"role": "tool", "tool_call_id": call_id, "content": text}
+        if call_id in self._called:
+            message["name"] = self._called[call_id]
+        self._messages.append(message)
 
 
 def _string(item: Item, name: str, where: str) -> str:

@@ -20,9 +20,9 @@ def choose(tools: Tools, choice: str | Mapping[str, Any], parallel: bool) -> tup
         return (), False, False
     if isinstance(choice, str):
         return tools, choice == "required", parallel
-    names = [choice["name"]] if "name" in choice else list(choice["names"])
+    names = {choice["name"]} if "name" in choice else set(choice["names"])
     chosen = [tool for tool in tools if tool["function"]["name"] in names]
-    missing = set(names) - {tool["function"]["name"] for tool in chosen}
+    missing = names - {tool["function"]["name"] for tool in chosen}
     if missing:
         raise RequestError(f"tool_choice: there is no tool {min(missing)!r}", field="tool_choice")
     forced = "name" in choice or choice.get("mode") == "required"

@@ -41,19 +41,24 @@ def in_plain_messages(
     template has a place for a system message. Answers of tools become one message of the user.
     """
     plain: list[dict[str, Any]] = []
-    answers_before = False
+    answers: list[str] = []  # in a row, and what the user says to them; joined at the end of the row
     for message in messages:
+        role = message.get("role")
+        if role in ("tool", "function"):
+            answers.append(f"<tool_response>\n{_text(message)}\n</tool_response>")
+            continue
         entry = {key: value for key, value in message.items() if key not in ("tool_calls", "tool_call_id")}
         calls = message.get("tool_calls")
-        is_answer = message.get("role") in ("tool", "function")
         if isinstance(calls, list) and calls:
             entry["content"] = "\n".join(filter(None, (_text(message), *map(_call, calls))))
-        elif is_answer:
-            entry = {"role": "user", "content": f"<tool_response>\n{_text(message)}\n</tool_response>"}
-        if answers_before and entry.get("role") == "user":
-            entry["content"] = f"{plain.pop()['content']}\n{_text(entry)}"
-        answers_before = is_answer
+        if answers and role == "user":
+            entry["content"] = "\n".join((*answers, _text(entry)))
+        elif answers:
+            plain.append({"role": "user", "content": "\n".join(answers)})
+        answers = []
         plain.append(entry)
+    if answers:
+        plain.append({"role": "user", "content": "\n".join(answers)})
     if tools and plain:
         lines = [json.dumps(tool["function"], ensure_ascii=False) for tool in tools]
         told = INTRODUCTION.format(tools="\n".join(lines))
