@@ -43,7 +43,7 @@ class Admission:
             return True  # alone it fits
         if self._held or request.num_preemptions >= MAX_PREEMPTIONS:
             return self._worst_case_fits(running, request)
-        return not self._still_refused(request, step_id)
+        return not self.still_refused(request, step_id)
 
     def preempted(self) -> None:
         """Take note that a request had to give its blocks back."""
@@ -57,7 +57,7 @@ class Admission:
         """Take note that the request lacked room in this step."""
         self._refused = (request.request_id, step_id, self._kv.available_blocks())
 
-    def _still_refused(self, request: Request, step_id: int) -> bool:
+    def still_refused(self, request: Request, step_id: int) -> bool:
         """Whether the request lacked room a few steps ago, and there is no more now.
 
         Spares the walk through the tree in each step; now and then the tree has grown.

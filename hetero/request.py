@@ -56,6 +56,7 @@ class Request:
     client: str = ""  # who asks: a digest of the API key; "" where none is needed
     trace_parent: str = ""  # the W3C traceparent that came with it
     shown: Mapping[int, bytes] = field(default_factory=dict)  # control tokens that the text is to hold
+    priority: int = 0  # lower ones come first, see queues.py
     pooling: str | None = None  # nothing is generated but one vector, see embedding.py
 
     @property

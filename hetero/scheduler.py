@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-from collections import deque
 from collections.abc import Collection, Mapping, Sequence
 
 from hetero import shares
@@ -12,6 +10,7 @@ from hetero.batch import Step
 from hetero.drafts import Drafter, add_drafts, take_drafts
 from hetero.ending import why_it_ends
 from hetero.kv.manager import KVManager
+from hetero.queues import Queues
 from hetero.request import FinishReason, Request, RequestStatus
 from hetero.scheduler_checks import check_scheduler
 from hetero.stats import SchedulerCounters
@@ -21,15 +20,15 @@ class Scheduler:
     """Decides steps. There is no prefill or decode phase: every request has
     `num_computed_tokens` catching up with `num_tokens`, under one budget of tokens per step.
 
-    Order is arrival order everywhere: `_running` is a beginning of it, `_waiting` the rest. Only
-    the head of `_waiting` is admitted, so nobody starves. A step serves older requests first, but
-    what the streams that need one token each will take is set aside before a longer catching-up
-    gets its chunk, so a prefill never stalls them.
+    All are in one order, by priority and then by arrival: see queues.py; "older" is who comes before in it.
+    Only the head of those that wait is admitted, so nobody starves. A step serves older requests first, but
+    what the streams that need one token each will take is set aside before a longer catching-up gets its
+    chunk, so a prefill never stalls them.
 
-    When the pool is full, the newest running request gives its blocks back and waits at the head
-    of the queue. A request only ever preempts newer ones; otherwise it waits where it is. After
-    MAX_PREEMPTIONS, a request is admitted only when the worst case of all older ones and itself
-    fits: newer ones are preempted before it, so it is never preempted again.
+    When the pool is full, the newest running request gives its blocks back and waits again. A request only
+    ever preempts newer ones; otherwise it waits where it is. After MAX_PREEMPTIONS, a request is admitted
+    only when the worst case of all older ones and itself fits: newer ones are preempted before it, so it is
+    not preempted again, unless somebody more important comes, who takes a less important one's place.
 
     With P pipeline stages about P steps are in flight, each with its share of the running requests
     by cost. A request that waits for its next token is in one of them; the chunks of a prompt follow
@@ -63,11 +62,8 @@ class Scheduler:
         self.pipeline_depth = pipeline_depth
         self.drafter = drafter
         self.counters = SchedulerCounters()
-        self._waiting: deque[Request] = deque()
-        self._running: list[Request] = []
+        self._queues = Queues()
         self._requests: dict[str, Request] = {}
-        self._arrival: dict[str, int] = {}
-        self._num_added = 0
         self._steps: dict[int, Step] = {}  # in flight
         self._doomed: set[int] = set()  # in flight behind a step that failed
         self._last_step_id = 0
@@ -79,11 +75,11 @@ class Scheduler:
 
     @property
     def num_running(self) -> int:
-        return len(self._running)
+        return len(self._queues.running)
 
     @property
     def num_waiting(self) -> int:
-        return len(self._waiting) + len(self.held)
+        return len(self._queues.waiting) + len(self.held)
 
     @property
     def held(self) -> Sequence[Request]:
@@ -103,7 +99,7 @@ class Scheduler:
     def can_go_on(self) -> bool:
         """Whether there is more to do than to wait for the disk."""
         more = self.kv.below is not None and self.kv.below.has_work
-        return more or bool(self._running or self._waiting or self._steps)
+        return more or bool(self._queues.running or self._queues.waiting or self._steps)
 
     def check_fits(self, num_prompt_tokens: int) -> None:
         """Raise RequestError when a prompt of this length leaves no room for one token."""
@@ -124,12 +120,7 @@ class Scheduler:
         self._requests[request.request_id] = request
         self._num_embedding += request.embeds
         if self.kv.below is None or request.needs_every_row or not self.kv.below.hold(request):
-            self._queue(request)
-
-    def _queue(self, request: Request) -> None:
-        self._arrival[request.request_id] = self._num_added
-        self._num_added += 1
-        self._waiting.append(request)
+            self._queues.add(request, self._last_step_id)
 
     def abort(self, request_id: str) -> Request | None:
         """End a request. Returns it when it ended at once; when it is in flight it ends with the
@@ -139,10 +130,8 @@ class Scheduler:
         if request.in_flight:
             request.abort_requested = True
             return None
-        if request.status is RequestStatus.RUNNING:
-            self._running.remove(request)
-        elif self.kv.below is None or self.kv.below.cancel(request_id) is None:
-            self._waiting.remove(request)
+        if self.kv.below is None or self.kv.below.cancel(request_id) is None:
+            self._queues.remove(request)
         self._end(request, FinishReason.ABORT, cache=True)
         return request
 
@@ -153,14 +142,15 @@ class Scheduler:
         but such as wait for the disk. A step without requests moves or copies blocks.
         """
         for request in () if self.kv.below is None else self.kv.below.take_in():
-            self._queue(request)
+            self._queues.add(request, self._last_step_id)
         self._last_step_id += 1
         step = Step(self._last_step_id)
         self.kv.begin_step(step.step_id)
-        soon = itertools.islice(self._waiting, self.max_num_seqs - len(self._running))
-        here = itertools.chain(self._running, soon)
+        self._make_way(step)
         # of the whole step: what is scheduled on the way must not shrink it
-        most = shares.token_budget(here, self.max_num_batched_tokens, self.pipeline_depth)
+        most = shares.token_budget(
+            self._queues.soon(self.max_num_seqs), self.max_num_batched_tokens, self.pipeline_depth
+        )
         for step.embeds in shares.turns(self._embedded, self._num_embedding, len(self._requests)):
             self._schedule_running(step, most)
             self._schedule_waiting(step, most)
@@ -179,7 +169,7 @@ class Scheduler:
 
     def _schedule_running(self, step: Step, most: int) -> None:
         ready = self.micro_batch(step.embeds)
-        newcomers = self._head_is(step.embeds) and len(self._running) < self.max_num_seqs
+        newcomers = self._queues.head_is(step.embeds) and len(self._queues.running) < self.max_num_seqs
         kept = shares.kept_for_newcomers(most, newcomers)
         streams = sum(1 for r in ready if r.num_tokens - r.num_computed_tokens == 1)  # still to be served
         for request in ready:
@@ -189,7 +179,10 @@ class Scheduler:
             if request.num_tokens - request.num_computed_tokens == 1:
                 streams -= 1
             else:
-                budget, kept_blocks = budget - kept - streams, streams
+                budget, kept_blocks = (
+                    shares.chunk(self._queues, request, budget - kept - streams, step, most),
+                    streams,
+                )
             if budget < 1:
                 continue
             count = self._claim(request, budget, step, kept_blocks)
@@ -199,43 +192,41 @@ class Scheduler:
                 self._put(request, count, step)
 
     def _schedule_waiting(self, step: Step, most: int) -> None:
-        everybody = min(self.max_num_seqs, len(self._running) + len(self._waiting))
+        everybody = min(self.max_num_seqs, len(self._queues.running) + len(self._queues.waiting))
         while (
-            self._head_is(step.embeds)
-            and len(self._running) < self.max_num_seqs
+            self._queues.head_is(step.embeds)
+            and len(self._queues.running) < self.max_num_seqs
             and len(step.requests) < shares.share_of(everybody, self.pipeline_depth)
             and step.num_tokens < most
         ):
-            request = self._waiting[0]
-            if not self._admission.may_come(self._running, request, step.step_id):
+            request = self._queues.waiting[0]
+            budget = shares.chunk(self._queues, request, most - step.num_tokens, step, most)
+            if budget < 1 or not self._admission.may_come(
+                self._queues.rivals(request), request, step.step_id
+            ):
                 break
             self.kv.match(request, load=False)
-            if self._running and not self._admission.has_room(self._running, request):
+            if self._queues.running and not self._admission.has_room(self._queues.running, request):
                 self._take_back(request)
                 self._admission.refuse(request, step.step_id)
                 break
-            count = self._claim(request, most - step.num_tokens, step, 0)
+            count = self._claim(request, budget, step, 0)
             if count == 0:
                 self._take_back(request)
                 break
-            self._waiting.popleft()
-            self._running.append(request)
+            self._queues.admit()
             if request.status is RequestStatus.WAITING:
                 self.counters.prompt_tokens += len(request.prompt_token_ids)
             request.status = RequestStatus.RUNNING
             if count:
                 self._put(request, count, step)
 
-    def _head_is(self, embeds: bool) -> bool:
-        """Whether a request waits, and the first is one for embeddings, or is none."""
-        return bool(self._waiting) and self._waiting[0].embeds == embeds
-
     def micro_batch(self, embeds: bool = False) -> list[Request]:
         """The running requests that the next step of a kind serves, in order: about 1/P of what all that run
         cost, and further chunks of prompts that are on their way already."""
         lost = {id(r) for step_id in self._doomed for r in self._steps[step_id].requests}
         mixed = embeds or self._num_embedding > 0
-        running = [r for r in self._running if r.embeds == embeds] if mixed else self._running
+        running = [r for r in self._queues.running if r.embeds == embeds] if mixed else self._queues.running
         return shares.micro_batch(running, lost, self.pipeline_depth)
 
     def _claim(self, request: Request, budget: int, step: Step, kept: int) -> int | None:
@@ -267,7 +258,9 @@ class Scheduler:
             return
         limits = [self.max_total_tokens(r) - r.num_tokens - 1 for r in step.requests]
         room = self.max_num_batched_tokens - step.num_tokens
-        others = len(self._running) if self.pipeline_depth > 1 else 0  # are served while this is in flight
+        others = (
+            len(self._queues.running) if self.pipeline_depth > 1 else 0
+        )  # are served while this is in flight
         add_drafts(step, self.kv, self.drafter, limits, room, others)
 
     # -- room ----------------------------------------------------------------------------------
@@ -279,22 +272,33 @@ class Scheduler:
         if not request.num_preemptions:
             request.forget_found()
 
+    def _make_way(self, step: Step) -> None:
+        """Have a less important request wait for the head of those that wait, if that found no place."""
+        self._queues.raise_one(step.step_id)
+        if (lesser := self._queues.lesser()) is None:
+            return
+        full = len(self._queues.running) >= self.max_num_seqs
+        if full or self._admission.still_refused(self._queues.waiting[0], step.step_id):
+            self._preempt(lesser, step)
+
     def _preempt_newer_than(self, request: Request, step: Step) -> bool:
         """Preempt the newest running request for `request`. False when it has to wait instead:
         it is the newest itself, the newest is in flight, or steps that end soon hold blocks."""
-        newest = self._running[-1]
+        newest = self._queues.running[-1]
         if newest is request or newest.in_flight or self.kv.blocks_come_free():
             return False
-        self._running.pop()
-        self.kv.release(newest, cache=True)
-        newest.num_computed_tokens = 0
-        newest.num_preemptions += 1
-        newest.status = RequestStatus.PREEMPTED
-        self._waiting.appendleft(newest)
+        self._preempt(newest, step)
         self._admission.preempted()
-        self.counters.preemptions += 1
-        step.preempted_ids.append(newest.request_id)
         return True
+
+    def _preempt(self, request: Request, step: Step) -> None:
+        self._queues.put_back(request, step.step_id)
+        self.kv.release(request, cache=True)
+        request.num_computed_tokens = 0
+        request.num_preemptions += 1
+        request.status = RequestStatus.PREEMPTED
+        self.counters.preemptions += 1
+        step.preempted_ids.append(request.request_id)
 
     # -- results -------------------------------------------------------------------------------
 
@@ -345,11 +349,9 @@ class Scheduler:
             if reason is not None:
                 ended.append(request)
                 request.finish_reason = reason
-        if ended:
-            gone = set(map(id, ended))
-            self._running = [r for r in self._running if id(r) not in gone]
         for request in ended:
             assert request.finish_reason is not None
+            self._queues.remove(request)
             self._end(request, request.finish_reason, cache=not failed)
         if failed:
             self._distrust_cache()
@@ -358,8 +360,7 @@ class Scheduler:
     def fail_all(self) -> list[Request]:
         """End all requests with an error, and forget the cache. No step may be in flight."""
         assert not self._steps
-        ended = [*self._running, *self._waiting, *self.held]
-        self._running, self._waiting = [], deque()
+        ended = [*self._queues.clear(), *self.held]
         if self.kv.below is not None:
             for request in self.held:
                 self.kv.below.cancel(request.request_id)
@@ -374,14 +375,14 @@ class Scheduler:
         request.finish_reason = reason
         del self._requests[request.request_id]
         self._num_embedding -= request.embeds
-        self._arrival.pop(request.request_id, None)  # it may have waited outside of the queue
+        self._queues.forget(request)
         self._admission.one_ended()
         self.counters.finished[reason] += 1
         self.counters.count_found(request)
 
     def _distrust_cache(self) -> None:
         """After a failure: what is not in flight may rest on blocks that were never computed."""
-        for request in self._running:
+        for request in self._queues.running:
             if not request.in_flight:
                 self.kv.release(request, cache=False)
                 request.num_computed_tokens = 0

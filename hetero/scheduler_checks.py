@@ -16,26 +16,27 @@ if TYPE_CHECKING:
 def check_scheduler(scheduler: Scheduler, known: Collection[Request]) -> None:
     """Raise AssertionError unless all agree. O(everything). `known`: see Scheduler.check_invariants."""
     scheduler.kv.check_invariants()
-    order = [scheduler._arrival[r.request_id] for r in (*scheduler._running, *scheduler._waiting)]
-    assert order == sorted(order) and len(set(order)) == len(order), "not in arrival order"
+    queues = scheduler._queues
+    queues.check_invariants()
+    order = [r.request_id for r in (*queues.running, *queues.waiting)]
     assert scheduler._num_embedding == sum(r.embeds for r in scheduler._requests.values())
     held = [r.request_id for r in scheduler.held]
-    assert set(scheduler._requests) == {*scheduler._arrival, *held} and len(order) == len(scheduler._arrival)
+    assert set(scheduler._requests) == {*order, *held}
     assert len(scheduler._requests) == len(order) + len(held)
-    assert len(scheduler._running) <= scheduler.max_num_seqs
+    assert len(queues.running) <= scheduler.max_num_seqs
     in_flight = Counter(id(r) for step in scheduler._steps.values() for r in step.requests)
     steps = scheduler._steps.values()
     assert all(r.embeds == step.embeds for step in steps for r in step.requests), "a step of both kinds"
     sampling = [id(r) for s in steps for r, due in zip(s.requests, s.sampled, strict=True) if due]
     assert len(set(sampling)) == len(sampling), "a request waits for two next tokens"
-    for request in scheduler._running:
+    for request in queues.running:
         assert request.status is RequestStatus.RUNNING
         assert request.num_in_flight == in_flight[id(request)]
         waits = request.num_computed_tokens == request.num_tokens
         assert waits == (id(request) in sampling)
-        assert request.num_preemptions <= MAX_PREEMPTIONS
+        assert request.num_preemptions <= MAX_PREEMPTIONS or not queues.only_one_priority
         assert request.num_computed_tokens <= request.num_tokens < scheduler.max_total_tokens(request)
-    for request in scheduler._waiting:
+    for request in queues.waiting:
         assert request.status in (RequestStatus.WAITING, RequestStatus.PREEMPTED)
         assert not request.in_flight and not request.block_tables
     for request in known:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
+from hetero.batch import Step
+from hetero.queues import Queues
 from hetero.request import Request
 
 CONTEXT_COST = 4096  # tokens of context that cost about as much as one more token in a step
@@ -63,6 +65,19 @@ def token_budget(requests: Iterable[Request], most: int, depth: int) -> int:
         return most
     todo = sum(r.num_tokens - r.num_computed_tokens for r in requests)
     return min(most, max(MIN_CHUNK, share_of(todo, depth)))
+
+
+def chunk(queues: Queues, request: Request, budget: int, step: Step, most: int) -> int:
+    """Of `budget` tokens those that a prompt may take of a step of at most `most`.
+
+    While more important requests run, all less important prompts together get a part of it, so that it does
+    not last.
+    """
+    if not queues.is_behind(request):
+        return budget
+    counts = zip(step.requests, step.num_scheduled_tokens, strict=True)
+    taken = sum(count for r, count in counts if count > 1 and queues.is_behind(r))
+    return min(budget, max(1, most // NEWCOMERS) - taken)
 
 
 def kept_for_newcomers(budget: int, anybody_waits: bool) -> int:

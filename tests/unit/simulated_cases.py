@@ -64,7 +64,7 @@ def draw_case(rng: random.Random, tiers: bool = False) -> Case:
         requests.append(Request(f"r{i}", prompt[: longest - 1] or [0], params, cache_scope=scope))
         now += rng.choice([0, 3, 12, 20] if turns else [0, 0, 0, 1, 3, 12])
         arrivals.append(now)
-    draw_embeddings(random.Random(repr([r.prompt_token_ids for r in requests])), requests)
+    draw_kinds(random.Random(repr([r.prompt_token_ids for r in requests])), requests)
     return Case(
         groups,
         size,
@@ -84,10 +84,11 @@ def draw_case(rng: random.Random, tiers: bool = False) -> Case:
     )
 
 
-def draw_embeddings(rng: random.Random, requests: list[Request]) -> None:
-    """None, some or all of the requests are for embeddings."""
-    share = rng.choice([0, 0, 0, 0.3, 0.6, 1])
+def draw_kinds(rng: random.Random, requests: list[Request]) -> None:
+    """None, some or all of the requests are for embeddings; all are as important, or not."""
+    share, priorities = rng.choice([0, 0, 0, 0.3, 0.6, 1]), rng.choice([[0], [0], [0, 1], [-3, 0, 0, 1000]])
     for request in requests:
+        request.priority = rng.choice(priorities)
         if rng.random() < share:
             request.pooling = rng.choice(["mean", "cls", "last"])
 
