@@ -185,10 +185,11 @@ class AsyncEngine:
         grammar: Grammar | None = None,
         shown: Mapping[int, bytes] | None = None,
         embeds: bool = False,
+        priority: int = 0,
     ) -> RequestStream:
         """Start a request. `request_id` must not be in use; `grammar` must be this request's own; `shown`
         are control tokens that the text is to hold, with what they add to it. `embeds`: nothing is generated,
-        and the one delta has the text's embedding.
+        and the one delta has the text's embedding. Requests of lower `priority` come first.
 
         RequestError when it can never run: code "context_length_exceeded" with both counts when
         the prompt does not fit, "unavailable" when nothing is generated any more, "device_unavailable"
@@ -212,6 +213,7 @@ class AsyncEngine:
             trace_parent=TRACE_PARENT.get(),
             shown=shown or {},
             pooling=self.info.pooling if embeds else None,
+            priority=priority,
         )
         loop = asyncio.get_running_loop()
         stream = RequestStream(request_id, self._post_abort)

@@ -116,8 +116,11 @@ class Queues:
         return None
 
     def is_behind(self, request: Request) -> bool:
-        """Whether more important requests run."""
-        return self.mixed and bool(self.running) and self.level(self.running[0]) < self.level(request)
+        """Whether more important requests run, be it that this one was raised before them."""
+        if not self.mixed:
+            return False
+        first = (r for r in self.running[:2] if self.level(r) != RAISED)  # at most one was raised
+        return any(r.priority < request.priority for r in first)
 
     def clear(self) -> list[Request]:
         """All that run or wait; they stay known until they are forgotten."""

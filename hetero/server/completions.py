@@ -31,7 +31,7 @@ async def prepare(body: dict[str, Any], context: Context) -> Answer:
     n = _refuse(fields, context.settings.max_choices, len(given))
     stream, include_usage = openai.stream_options(fields)
     logprobs = _logprobs(fields)
-    echo = fields.boolean("echo")
+    echo, priority = fields.boolean("echo"), openai.priority(fields)
     if echo and logprobs is not None:
         raise bad_field(
             "echo", "cannot be combined with logprobs by this server", code="unsupported_parameter"
@@ -47,7 +47,14 @@ async def prepare(body: dict[str, Any], context: Context) -> Answer:
     echoes = [p if isinstance(p, str) else engine.text.decode(p) for p in given] if echo else None
     answer_id = new_id("cmpl-")
     generation = submit(
-        context, prompts, params, n, request_id=answer_id, prompt_field="prompt", grammar=grammar
+        context,
+        prompts,
+        params,
+        n,
+        request_id=answer_id,
+        prompt_field="prompt",
+        grammar=grammar,
+        priority=priority,
     )
     writer = CompletionWriter(answer_id, engine, params.logprobs is not None, include_usage, echoes, n)
     return Answer(generation, writer, stream)

@@ -33,6 +33,7 @@ class Conversation:
     thinking            None: as the template has it; whether to reason, or how much: "low", "medium", "high"
     template_kwargs     further variables of the chat template
     n                   answers
+    priority            lower numbers come first
     names               what the dialect calls the fields that errors name, where it has another name
     """
 
@@ -46,6 +47,7 @@ class Conversation:
     thinking: bool | str | None = None
     template_kwargs: dict[str, Any] = field(default_factory=dict)
     n: int = 1
+    priority: int = 0
     names: Mapping[str, str] = field(default_factory=dict)
 
 
@@ -61,6 +63,7 @@ async def start(conversation: Conversation, context: Context, request_id: str) -
             request_id=request_id,
             prompt_field="messages",
             chat=prompt,
+            priority=conversation.priority,
         )
     except RequestError as error:
         raise _renamed(error, conversation.names) from error
@@ -113,6 +116,7 @@ def submit(
     grammar: Any = None,
     chat: ChatPrompt | None = None,
     embeds: bool = False,
+    priority: int = 0,
 ) -> Generation:
     """n requests to the engine per prompt, in order of the choices.
 
@@ -132,7 +136,13 @@ def submit(
                 fresh = None if grammar is None else grammar.fork()
                 streams.append(
                     context.engine.submit(
-                        prompt, own, request_id=name, grammar=fresh, shown=shown, embeds=embeds
+                        prompt,
+                        own,
+                        request_id=name,
+                        grammar=fresh,
+                        shown=shown,
+                        embeds=embeds,
+                        priority=priority,
                     )
                 )
     except BaseException as error:

@@ -20,6 +20,7 @@ from hetero.sampling.params import SamplingParams
 from hetero.server.context import Context
 from hetero.server.conversation import new_id, submit
 from hetero.server.errors import ApiError, bad_field, encode
+from hetero.server.openai import priority
 from hetero.server.validate import Fields, as_integer, wrong_type
 
 MAX_INPUTS = 2048  # as OpenAI has it
@@ -41,7 +42,7 @@ async def openai(body: dict[str, Any], context: Context) -> web.Response:
     form = fields.string("encoding_format") or "float"
     if form not in ("float", "base64"):
         raise bad_field("encoding_format", 'must be "float" or "base64"')
-    found = await _embed(await _inputs(body.get("input"), "input", context), "input", context)
+    found = await _embed(await _inputs(body.get("input"), "input", context), "input", fields, context)
     write = encode if form == "float" else lambda vector: encode(_base64(vector))
     usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
     end = f'],"model":{encode(context.engine.info.name)},"usage":{encode(usage)}}}'
@@ -62,7 +63,7 @@ async def ollama(body: dict[str, Any], context: Context) -> web.Response:
         prompts = await _inputs(given, "input", context)
         if fields.boolean("truncate"):
             prompts = [prompt[: context.engine.info.n_ctx - 1] for prompt in prompts]
-        found = await _embed(prompts, "input", context)
+        found = await _embed(prompts, "input", fields, context)
     rest = {
         "total_duration": time.perf_counter_ns() - start,
         "load_duration": 0,
@@ -74,10 +75,11 @@ async def ollama(body: dict[str, Any], context: Context) -> web.Response:
 
 async def ollama_one(body: dict[str, Any], context: Context) -> dict[str, Any]:
     """/api/embeddings: Ollama's older form, of one text. Raises ApiError or RequestError."""
-    prompt = _begin(body, context).string("prompt")
+    fields = _begin(body, context)
+    prompt = fields.string("prompt")
     if not prompt:
         return {"embedding": []}
-    found = await _embed(await _inputs(prompt, "prompt", context), "prompt", context)
+    found = await _embed(await _inputs(prompt, "prompt", context), "prompt", fields, context)
     return {"embedding": found.vectors[0]}
 
 
@@ -87,7 +89,7 @@ async def llamacpp(body: dict[str, Any], context: Context) -> web.Response:
     if fields.integer("embd_normalize") not in (None, EUCLIDEAN):
         raise bad_field("embd_normalize", f"only {EUCLIDEAN}, the Euclidean norm, is supported")
     name = "content" if fields.has("content") else "input"
-    found = await _embed(await _inputs(body.get(name), name, context), name, context)
+    found = await _embed(await _inputs(body.get(name), name, context), name, fields, context)
     return await _response(
         "[", found, lambda i, vector: f'{{"index":{i},"embedding":[{encode(vector)}]}}', "]"
     )
@@ -138,7 +140,7 @@ async def _inputs(given: Any, name: str, context: Context) -> list[list[int]]:
     return prompts
 
 
-async def _embed(prompts: list[list[int]], name: str, context: Context) -> Embedded:
+async def _embed(prompts: list[list[int]], name: str, fields: Fields, context: Context) -> Embedded:
     generation = submit(
         context,
         prompts,
@@ -147,6 +149,7 @@ async def _embed(prompts: list[list[int]], name: str, context: Context) -> Embed
         request_id=new_id("embd-"),
         prompt_field=name,
         embeds=True,
+        priority=priority(fields),
     )
     found = Embedded([[] for _ in prompts], sum(map(len, prompts)))
     async with generation:

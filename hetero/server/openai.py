@@ -13,6 +13,7 @@ from hetero.server.validate import Fields, as_integer, as_number, wrong_type
 if TYPE_CHECKING:
     from hetero.async_engine import AsyncEngine
 
+MAX_PRIORITY = 1000
 MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
 
 # Fields of other servers that would change the answer and are not supported, with the value that asks for
@@ -104,6 +105,11 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
             raise bad_field("logit_bias", f"keys must be token ids, not {key[:40]!r}")
         bias[int(key)] = as_number("logit_bias", value)
     return bias
+
+
+def priority(fields: Fields) -> int:
+    """As vLLM has it: requests with lower numbers come first, 0 is what everybody has."""
+    return fields.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0
 
 
 def num_choices(fields: Fields, limit: int, prompts: int = 1) -> int:

@@ -134,6 +134,7 @@ class FakeEngine:
         self.running: set[FakeStream] = set()
         self.sent: list[str] = []
         self.submitted: list[tuple[list[int], Any, str]] = []
+        self.priorities: list[int] = []
         self.rendered: list[tuple[list[dict[str, Any]], bool, dict[str, Any]]] = []
         self.add_bos = False
         self.warm = False
@@ -231,6 +232,7 @@ class FakeEngine:
         grammar: Any = None,
         shown: Any = None,
         embeds: bool = False,
+        priority: int = 0,
     ) -> FakeStream:
         if len(prompt) >= self.info.n_ctx:
             raise RequestError(
@@ -239,6 +241,7 @@ class FakeEngine:
                 "context_length_exceeded",
             )
         self.submitted.append((prompt, params, request_id))
+        self.priorities.append(priority)
         stream = FakeStream(self, prompt, params, grammar)
         stream.request_id = request_id
         if embeds:

@@ -89,6 +89,7 @@ class Responses:
             output=_output(fields),
             thinking=read_effort(reasoning, "effort"),
             names=NAMES,
+            priority=openai.priority(fields),
         )
 
     def _history(self, client: str, previous: str | None) -> list[Item]:
