@@ -61,6 +61,9 @@ class ModelSizes(Protocol):
     @property
     def n_vocab(self) -> int: ...
     def heads_of(self, layer: int) -> KVHeads: ...
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends: mostly itself."""
+        ...
 
 
 class StageLost(RuntimeError):

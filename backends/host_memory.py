@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from backends.base import BLOCK_SIZE, ModelSizes
-from backends.kv_format import row_bytes
+from backends.kv_format import kv_homes, row_bytes
 
 if TYPE_CHECKING:
     from backends.ggml.stage import StageSpec
@@ -37,7 +37,7 @@ def anonymous(offset: int, nbytes: int) -> np.ndarray:
 def slot_sizes(config: ModelSizes, spec: StageSpec) -> tuple[int, ...]:
     """Bytes of a slot of each KV group at this stage; 0 of a group that has no layer here."""
     sizes = [0] * len(spec.num_blocks)
-    for layer in range(spec.first, spec.last):
+    for layer in sorted(set(kv_homes(config, range(spec.first, spec.last)).values())):
         heads, group = config.heads_of(layer), spec.group_of.get(layer)
         if group is not None and group < len(sizes):  # no states
             token = row_bytes(spec.key_type, heads.dim_k) + row_bytes(spec.value_type, heads.dim_v)

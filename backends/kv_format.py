@@ -7,6 +7,12 @@ q8_0   blocks of 32 values: 1 byte each, and a scale of 2 bytes (ggml's format)
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from backends.base import ModelSizes
+
 KV_TYPES = ("f16", "fp8", "q8_0")
 Q8_BLOCK = 32  # values
 SCALE_BYTES = 2
@@ -36,4 +42,14 @@ def kept_as(kv_type: str, dim: int, own_kernels: bool) -> str:
     return "f16" if dim % Q8_BLOCK else "q8_0"
 
 
-__all__ = ["KV_TYPES", "Q8_BLOCK", "SCALE_BYTES", "kept_as", "row_bytes"]
+def kv_homes(config: ModelSizes, layers: Iterable[int]) -> dict[int, int]:
+    """By each of a stage's layers, the one of them that has the pools of its keys and values.
+
+    That is the first which attends those. Where layers that share them are apart from the one that makes
+    them, as when a few are timed by themselves, nobody writes there.
+    """
+    first: dict[int, int] = {}
+    return {layer: first.setdefault(config.kv_layer(layer), layer) for layer in sorted(layers)}
+
+
+__all__ = ["KV_TYPES", "Q8_BLOCK", "SCALE_BYTES", "kept_as", "kv_homes", "row_bytes"]

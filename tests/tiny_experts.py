@@ -133,6 +133,30 @@ def _gpt_oss(w: Writer, layer: int) -> dict[str, Tensor]:
     )
 
 
+def _gemma4(w: Writer, layer: int) -> dict[str, Tensor]:
+    """Experts' gate and up in one matrix. What the router reads is divided by the root of its width."""
+    s, mixture = w.sizes, w.mixture()
+    gate, up = (mixture.pop(f"ffn_{name}_exps.weight") for name in ("gate", "up"))
+    if isinstance(gate, Raw) or isinstance(up, Raw):
+        both: Tensor = w.experts(2 * s.width, s.embd)
+    else:
+        both = np.concatenate([gate, up], axis=1)
+    norms = ("ffn_norm", "post_attention_norm", "post_ffw_norm", "pre_ffw_norm_2")
+    names = (*norms, "post_ffw_norm_1", "post_ffw_norm_2")
+    return (
+        w.attention()
+        | {name: 0.4 * norm for name, norm in w.head_norms().items()}
+        | {f"{name}.weight": w.norm(s.embd) for name in names}
+        | w.feed_forward(s.dense)
+        | mixture
+        | {
+            "ffn_gate_up_exps.weight": both,
+            "ffn_gate_inp.scale": w.norm(s.embd) * np.float32(s.embd**0.5),
+            "ffn_down_exps.scale": w.norm(s.experts),
+        }
+    )
+
+
 LAYERS: dict[str, Layer] = {
     "llama": _plain,
     "qwen2moe": _qwen2moe,
@@ -140,6 +164,7 @@ LAYERS: dict[str, Layer] = {
     "granitemoe": _granitemoe,
     "glm4moe": _glm4moe,
     "gpt-oss": _gpt_oss,
+    "gemma4": _gemma4,
 }
 
 
@@ -164,6 +189,17 @@ def _own_metadata(arch: str, s: Sizes) -> dict[str, Any]:
             "expert_weights_norm": True,
             "expert_gating_func": 2,
         }
+    if arch == "gemma4":
+        return {
+            "expert_feed_forward_length": s.width,
+            "embedding_length_per_layer_input": 0,
+            "attention.sliding_window": 16,
+            "attention.sliding_window_pattern": [layer % 3 != 1 for layer in range(s.layers)],
+            "attention.key_length_swa": s.head_dim,
+            "attention.value_length_swa": s.head_dim,
+            "rope.dimension_count_swa": s.head_dim,
+            "final_logit_softcapping": 3.0,
+        }
     if arch == "gpt-oss":
         return {
             "expert_feed_forward_length": s.width,
@@ -186,12 +222,14 @@ def tiny_experts(
     metadata: dict[str, Any] | None = None,
     without: tuple[str, ...] = (),
     head_norms: bool = False,
+    apart: bool = False,
 ) -> Path:
     """Write a random model of one of LAYERS' families and return `path`.
 
     `expert_type`: of the experts' matrices, where not `weight_type`. `metadata`: keys without the family's
     name, None for one that is left out. `without`: tensors of each layer that are left out, by the end of
-    their names. `head_norms`: queries and keys have norms, which the family's others may lack.
+    their names. `head_norms`: queries and keys have norms, which the family's others may lack. `apart`: gate
+    and up of experts are two matrices where the family has one; F32 only.
     """
     s = sizes or Sizes()
     w = Writer(s, seed, weight_type, expert_type or weight_type)
@@ -219,8 +257,14 @@ def tiny_experts(
         "output_norm.weight": w.norm(s.embd),
         "output.weight": w.weight(n_vocab, s.embd),
     }
+    if arch == "gemma4":
+        tensors["rope_freqs.weight"] = 2 * w.norm(s.head_dim // 2)
     for layer in range(keys["block_count"]):
         made = LAYERS[arch](w, layer) | (w.head_norms() if head_norms else {})
+        if apart:
+            both = made.pop("ffn_gate_up_exps.weight")
+            halves = np.split(both, 2, axis=1)
+            made |= {f"ffn_{n}_exps.weight": half for n, half in zip(("gate", "up"), halves, strict=True)}
         kept = [name for name in made if not name.endswith(without or "\0")]
         tensors |= {f"blk.{layer}.{name}": made[name] for name in kept}
     return write_gguf(path, values, tensors)

@@ -16,6 +16,7 @@ from tiny_models import bpe_vocab, random_tensor
 
 _ATTENTION, _FFN = "attn_norm attn_q attn_k attn_v attn_output", "ffn_norm ffn_gate ffn_up ffn_down"
 _BIASED = "attn_norm attn_q+ attn_k+ attn_v+ attn_output"
+LAYER_INPUT = 32  # width, of models that have inputs for each layer
 _POST = "post_attention_norm post_ffw_norm"
 
 # tensors of a block; + for one with a bias, 2 for gate and up in one, "row" for a norm of all heads at once
@@ -79,11 +80,13 @@ def _shapes(n_embd: int, n_heads: int, dim: int, n_kv_heads: int, n_ff: int) -> 
         "ffn_up2": (2 * n_ff, n_embd),
         "ffn_down": (n_embd, n_ff),
         "layer_output_scale": (1,),
+        "inp_gate": (LAYER_INPUT, n_embd),
+        "proj": (n_embd, LAYER_INPUT),
     }
 
 
 def _metadata(
-    arch: str, n_layers: int, n_embd: int, n_heads: int, n_kv_heads: int, n_ff: int
+    arch: str, n_layers: int, n_embd: int, n_heads: int, n_kv_heads: int, n_ff: int | list[int]
 ) -> dict[str, Any]:
     """Without the family's name."""
     return {
@@ -112,15 +115,18 @@ def tiny_family(
     n_embd: int = 64,
     n_heads: int = 4,
     n_kv_heads: int = 2,
-    n_ff: int = 96,
+    n_ff: int | Sequence[int] = 96,
     weight_type: str = "F32",
 ) -> Path:
     """Write a random model and return `path`. `metadata`: keys without the family's name, added or changed.
     `layers`: in place of the family's line, or one for each layer; `heads`: width of the heads and number of
-    KV heads of each layer, where they differ; `extra`: shapes of tensors beside the blocks, row length last.
+    KV heads of each layer, where they differ, `n_ff` may be one for each, too; `extra`: shapes of tensors
+    beside the blocks, row length last.
     """
     rng = np.random.default_rng(seed)
-    values = _metadata(arch, n_layers, n_embd, n_heads, n_kv_heads, n_ff) | dict(metadata or {})
+    widths = [n_ff] * n_layers if isinstance(n_ff, int) else list(n_ff)
+    ff = n_ff if isinstance(n_ff, int) else widths
+    values = _metadata(arch, n_layers, n_embd, n_heads, n_kv_heads, ff) | dict(metadata or {})
     vocabulary = bpe_vocab()
     n_vocab = len(vocabulary["tokenizer.ggml.tokens"])
 
@@ -143,7 +149,7 @@ def tiny_family(
         )
     for layer in range(n_layers):
         dim, kv_heads = heads[layer] if heads else (n_embd // n_heads, n_kv_heads)
-        shapes = _shapes(n_embd, n_heads, dim, kv_heads, n_ff)
+        shapes = _shapes(n_embd, n_heads, dim, kv_heads, widths[layer])
         line = layers if isinstance(layers, str) else layers[layer]
         for item in (line or LAYERS[arch]).split():
             shape = shapes.get(item.rstrip("+"), (n_embd,))

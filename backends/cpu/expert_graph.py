@@ -11,7 +11,7 @@ from backends.cpu import arranging, experts, linear, matmul, routing
 from backends.cpu import expert_words as E
 from backends.cpu.packed import PackedWeight
 from backends.ggml.models.mixture import ExpertWeights
-from backends.ggml.models.tensors import bias_of
+from backends.ggml.models.tensors import EXPERT_SCALE, ROUTER_SCALE, bias_of
 
 if TYPE_CHECKING:
     from backends.cpu.graph import CpuGraphBuilder
@@ -20,17 +20,26 @@ MODES = {"silu": linear.SILU, "gelu": linear.GELU, "oai": linear.OAI}  # by a fa
 
 
 def build(g: CpuGraphBuilder, layer: int, x: int, w: ExpertWeights, residual: bool) -> int:
-    """Six nodes: norm + quantize, router, route, arrange, gate|up + activation + quantize, down + sum.
+    """Six nodes: norm + quantize, router, route, arrange, gate|up + activation + quantize, down + sum; seven
+    where the router has a norm of its own.
 
     All matrices must be packed. With `residual` the result is x plus what the experts make of it.
     """
     m, gates, down = g.config.mixture, [g.packed[w.gate], g.packed[w.up]], g.packed[w.down]
     assert m is not None
     rows = g.rows_of(x)
-    shared = (w.router, w.gate, w.up)
-    tokens = g._quantize(x, linear.NORM, shared, w.norm)
-    logits = g._multiply(tokens, x, (w.router,), None, shared)
-    p = _parameters(g, (w.gate, w.up), gates[0].k, gates[0].m)
+    shared: tuple[str, ...] = (w.router, w.gate, w.up)
+    if m.options.beside:
+        shared = (w.gate, w.up)
+        routed = g._quantize(
+            x, linear.NORM, (w.router,), f"blk.{layer}.{ROUTER_SCALE}", g.config.n_embd**-0.5
+        )
+        logits = g._multiply(routed, x, (w.router,), None)
+        tokens = g._quantize(x, linear.NORM, shared, w.norm)
+    else:
+        tokens = g._quantize(x, linear.NORM, shared, w.norm)
+        logits = g._multiply(tokens, x, (w.router,), None, shared)
+    p = _parameters(g, (w.gate, w.up), gates[0].k, m.width)
     p[E.P_SOURCE_KINDS] = linear.kind_bits(g.packed[name].kind for name in shared)
     p[E.P_KIND], p[E.P_COUNTER] = down.kind, g.kv.header.expert_counter_address(layer)
     p[E.P_MODE] = MODES[g.config.family.activation]
@@ -55,6 +64,9 @@ def _choose(g: CpuGraphBuilder, layer: int, p: np.ndarray) -> None:
     p[E.P_GROUPS], p[E.P_GROUPS_USED] = m.groups, m.groups_used
     if m.options.selection_bias:
         p[E.P_SELECTION_BIAS] = g.lib.get_data(g.weights.tensor(f"blk.{layer}.exp_probs_b.bias"))
+    scales = f"blk.{layer}.{EXPERT_SCALE}"
+    if scales in g.weights:
+        p[E.P_EXPERT_SCALES] = g.lib.get_data(g.weights.tensor(scales))
 
 
 def _parameters(g: CpuGraphBuilder, names: Sequence[str], k: int, width: int) -> np.ndarray:
@@ -69,6 +81,8 @@ def _parameters(g: CpuGraphBuilder, names: Sequence[str], k: int, width: int) ->
     for i, (name, w) in enumerate(zip(names, matrices, strict=True)):
         words = p[E.P_MATRICES + experts.MATRIX_WORDS * i :]
         _matrix_words(words, w, sizes)
+        if i and name == names[0]:  # the lower half of one tensor
+            words[experts.W_PACKED] += matmul.packed_nbytes(w.type_id, width, w.k)
         if m.options.biases:
             words[experts.W_BIAS] = g.lib.get_data(g.weights.tensor(bias_of(name)))
     return p

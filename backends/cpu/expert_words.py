@@ -22,10 +22,12 @@ SCRATCH_BYTES = PRODUCT_BYTES + MATMUL_SCRATCH_BYTES  # of each thread
 # Words of the operators' parameters, of which each uses some. K, WIDTH: of the products' inputs and outputs.
 # ROW: bytes of an arranged row, in all its kinds. Kinds, those of the tokens and of the arranged rows, are
 # bits (1 << BLOCKWISE, ...); KIND is the one that `gate` quantizes to. MODE: as in linear.py. Then
-# the address of the bias of selection, or 0, and the numbers of a Mixture.
+# the address of the bias of selection, or 0, and the numbers of a Mixture; that of what each expert's output
+# is multiplied with, or 0.
 (P_COUNT_AT, P_EXPERTS, P_USED, P_SCRATCH, P_K, P_WIDTH, P_ROW) = range(7)
 (P_SOURCE_KINDS, P_KINDS, P_KIND, P_MODE, P_COUNTER) = range(7, 12)
-(P_SELECTION_BIAS, P_GATING, P_NORMED, P_SCALE, P_GROUPS, P_GROUPS_USED, P_MATRICES) = range(12, 19)
+(P_SELECTION_BIAS, P_GATING, P_NORMED, P_SCALE, P_GROUPS, P_GROUPS_USED) = range(12, 18)
+P_EXPERT_SCALES, P_MATRICES = 18, 19
 SOFTMAX, SIGMOID, CHOSEN = range(3)  # values of P_GATING
 GATINGS: dict[Gating, int] = {"softmax": SOFTMAX, "sigmoid": SIGMOID, "chosen": CHOSEN}
 

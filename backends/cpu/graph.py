@@ -17,8 +17,7 @@ from backends.ggml.devices import Device
 from backends.ggml.graph import GraphBuilder
 from backends.ggml.lib import ggml
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.models.mixture import expert_weights
-from backends.ggml.models.tensors import bias_of
+from backends.ggml.models.tensors import bias_of, experts_of
 from backends.ggml.weights import Weights
 
 if TYPE_CHECKING:
@@ -53,6 +52,7 @@ class CpuGraphBuilder(GraphBuilder):
         self.kv, self.packed, self.states = kv, packed, states
         self._count_at = kv.header.word_address(TOKENS)  # where the number of real rows stands
         self._parameters: list[np.ndarray] = []  # the graph points into these
+        self._scaled: list[np.ndarray] = []  # and these
 
     def embed(self, ids: int, name: str, scale: float) -> int:
         if name not in self.packed:
@@ -103,7 +103,7 @@ class CpuGraphBuilder(GraphBuilder):
         return self._multiply(self._quantize(products[0], mode, (down,)), products[0], (down,), residual)
 
     def mixture(self, layer: int, x: int, residual: bool = True) -> int:
-        w = expert_weights(layer, self.config.family.ffn_norm)
+        w = experts_of(self.config, layer)
         if not all(name in self.packed for name in w[1:]):
             return super().mixture(layer, x, residual)
         from backends.cpu import expert_graph  # compiled only for models that have experts
@@ -142,8 +142,10 @@ class CpuGraphBuilder(GraphBuilder):
         p[0] = self._count_at
         return self.custom(1, self.rows_of(logits), (logits,), argmax.argmax_operator.address, p)
 
-    def _quantize(self, x: int, mode: int, weights: Sequence[str], norm: str | None = None) -> int:
-        """A node with the activations of x in every kind that the weights read."""
+    def _quantize(
+        self, x: int, mode: int, weights: Sequence[str], norm: str | None = None, scale: float = 1.0
+    ) -> int:
+        """A node with the activations of x in every kind that the weights read. `scale`: of the norm."""
         k = self.packed[weights[0]].k
         kinds = sorted({self.packed[w].kind for w in weights})
         p = self._new_parameters(linear.NUM_QUANTIZE)
@@ -152,6 +154,9 @@ class CpuGraphBuilder(GraphBuilder):
         p[linear.Q_EPS] = int(np.float32(self.config.norm_eps).view(np.int32))
         if norm is not None:
             p[linear.Q_WEIGHT] = ggml().get_data(self.weights.tensor(norm))
+            if scale != 1.0:
+                self._scaled.append(self.weights.values(norm) * np.float32(scale))
+                p[linear.Q_WEIGHT] = self._scaled[-1].ctypes.data
         token_bytes = sum(matmul.activation_nbytes(kind, 1, k) for kind in kinds)
         return self.custom(-(-token_bytes // 4), self.rows_of(x), (x,), linear.quantize_operator.address, p)
 

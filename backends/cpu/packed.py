@@ -16,6 +16,7 @@ from backends.cpu.matmul.choice import kernel_for
 from backends.cpu.matmul.layout import PANEL_ROWS
 from backends.cpu.step import aligned_empty
 from backends.ggml.models.experts import expert_group
+from backends.ggml.models.mixture import FUSED_EXPERTS
 from backends.ggml.weights import Progress
 from quant.gguf import GGUFFile, TensorInfo
 
@@ -45,7 +46,7 @@ def packable(gguf: GGUFFile, name: str) -> bool:
 
     Of a layer with experts, the router and all experts go the same way.
     """
-    group = expert_group(name)
+    group = expert_group(name, gguf.tensors)
     return all(_supported(gguf, n) for n in group) if group else _supported(gguf, name)
 
 
@@ -55,7 +56,7 @@ def _supported(gguf: GGUFFile, name: str) -> bool:
     if not matmul.supported(info.type, m, k):
         return False
     if len(info.shape) == 3:  # any format: a tenth slower at worst (BF16, one token); tests/bench/experts.py
-        return m % PANEL_ROWS == 0
+        return m % (2 * PANEL_ROWS if FUSED_EXPERTS in name else PANEL_ROWS) == 0
     return kernel_for(info.type) == "ours"
 
 

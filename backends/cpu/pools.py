@@ -18,10 +18,12 @@ from backends.ggml.lib import TYPE_F16, ggml
 from backends.ggml.models.config import ModelConfig, ModelError
 from backends.ggml.models.tensors import has_head_norms
 from backends.ggml.weights import DeviceTensors, Weights
+from backends.kv_format import kv_homes
 
 
 class CpuKV:
-    """Pools for `layers`. `group_of[layer]` and `num_blocks[group]` say which blocks a layer has.
+    """Pools for `layers`, some of which may share one: see kv_format.kv_homes. `group_of[layer]` and
+    `num_blocks[group]` say which blocks a layer has.
 
     `kv_types`: formats of keys and of values, of kv_format.KV_TYPES. ModelError where one cannot hold the
     model's heads.
@@ -38,7 +40,8 @@ class CpuKV:
         num_blocks: Sequence[int],
         kv_types: tuple[str, str],
     ):
-        self.config, self.layers, self.group_of = config, list(layers), group_of
+        self.home_of = kv_homes(config, layers)
+        self.config, self.layers, self.group_of = config, sorted(set(self.home_of.values())), group_of
         kinds = {config.heads_of(layer) for layer in layers} or {config.heads_of(0)}
         for heads in kinds:
             if heads.dim_k % 16 or heads.dim_v % 16:
@@ -125,10 +128,13 @@ class CpuKV:
         p[store.P_SCALE], p[store.P_EPS] = _float_bits(c.attention_scale), _float_bits(c.norm_eps)
         if has_head_norms(c, layer):
             p[store.P_QUERY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_q_norm.weight"))
-            p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
+            if not c.shares_kv(layer):
+                p[store.P_KEY_NORM] = ggml().get_data(self._weights.tensor(f"blk.{layer}.attn_k_norm.weight"))
         if c.family.value_norm:
             p[store.P_VALUE_NORM] = self._ones.ctypes.data
         p[store.P_FUSED] = int(fused)
+        if c.shares_kv(layer):
+            p[store.P_KV_HEADS] = 0  # rows of queries alone, and nothing to store
         for word, which in ((store.P_STORE_KEY, kv_store.KEYS), (store.P_STORE_VALUE, kv_store.VALUES)):
             p[word] = kv_store.compiled_store(self._kinds[which], which).address
         return self._parameters.setdefault(("store", layer), p)
@@ -151,8 +157,9 @@ class CpuKV:
         p[names.P_HEADER], p[names.P_GROUP] = self.header.address, self.group_of[layer]
         p[names.P_HEADS], p[names.P_KV_HEADS] = self.config.n_head, heads.n
         p[names.P_DIM_K], p[names.P_DIM_V] = heads.dim_k, heads.dim_v
-        p[names.P_KEY_POOL], p[names.P_VALUE_POOL] = self._keys[layer], self._values[layer]
-        p[names.P_KEY_BYTES], p[names.P_VALUE_BYTES] = self._part_bytes[layer]
+        home = self.home_of[layer]
+        p[names.P_KEY_POOL], p[names.P_VALUE_POOL] = self._keys[home], self._values[home]
+        p[names.P_KEY_BYTES], p[names.P_VALUE_BYTES] = self._part_bytes[home]
 
     def close(self) -> None:
         self._pools.close()
@@ -162,11 +169,7 @@ def _factors(weights: Weights, name: str | None) -> np.ndarray | None:
     """float64 copy of a float32 weight vector on the host."""
     if name is None:
         return None
-    tensor = weights.tensor(name)
-    count = ggml().nbytes(tensor) // 4
-    values = np.empty(count, np.float32)
-    ggml().backend_tensor_get(tensor, values.ctypes.data, 0, values.nbytes)
-    return values.astype(np.float64)
+    return weights.values(name).astype(np.float64)
 
 
 def _float_bits(value: float) -> int:

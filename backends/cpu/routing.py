@@ -14,6 +14,7 @@ from backends.cpu import jit  # noqa: F401  sets the cache folder first
 from backends.cpu.expert_words import (
     CHOSEN,
     P_COUNT_AT,
+    P_EXPERT_SCALES,
     P_EXPERTS,
     P_GATING,
     P_GROUPS,
@@ -180,6 +181,11 @@ def _route_token(p, logits, chances, out):
         store_i32((out + 4 * slot, best))
         store_i32((out + 4 * (used + slot), load_i32((chances + 4 * best,))))
     _share_out(p, out + 4 * used, used)
+    scales = load_i64((p + 8 * P_EXPERT_SCALES,))
+    if scales != 0:
+        for slot in range(used):
+            at, scale = out + 4 * (used + slot), scales + 4 * np.int64(load_i32((out + 4 * slot,)))
+            store_i32((at, _bits(load_f32((at,)) * load_f32((scale,)))))
 
 
 @njit(nogil=True, cache=True)

@@ -21,7 +21,7 @@ from backends.ggml.models.mixture import OAI_ALPHA, OAI_LIMIT
 from backends.ggml.models.tensors import bias_of
 from backends.ggml.weights import Weights
 
-MAX_NODES, EXPERT_NODES = 64, 64  # per layer, generously; and where it has experts, beside 2 for each used
+MAX_NODES, EXPERT_NODES = 80, 80  # per layer, generously; and where it has experts, beside 2 for each used
 
 
 def padded(values: np.ndarray, count: int, kind: type = np.int32) -> np.ndarray:
@@ -46,6 +46,7 @@ class GraphBuilder:
         self.context = self.lib.context(2 * nodes, nodes)
         self.graph = self.lib.new_graph_custom(self.context, nodes, False)
         self.seams: list[Seam] = []  # where a step leaves the device
+        self.layer_inputs = 0  # of models/layer_inputs.py, where the model has such
 
     def input(self, type_id: int, width: int, rows: int = 1) -> int:
         tensor = self.lib.new_tensor_4d(self.context, type_id, width, rows, 1, 1)

@@ -29,10 +29,9 @@ from backends.ggml.paged import KINDS, PADDING, PagedPools
 from backends.ggml.paged_graph import PagedGraphBuilder, Upload
 from backends.ggml.recurrent_graph import StatePools
 from backends.ggml.state_layout import StateLayout, lay_out_states
-from backends.ggml.weights import Progress, Weights, is_matrix
-from quant.blocks import dequantize
+from backends.ggml.weights import Progress, Weights, is_matrix, look_up
 from quant.gguf import GGUFFile
-from quant.types import GGML_TYPES, row_bytes
+from quant.types import GGML_TYPES
 
 EMBEDDING = "token_embd.weight"
 
@@ -205,9 +204,7 @@ class DeviceLayers:
         """What `embed`'s input takes: int32 [T], or float32 [T, n_embd]."""
         if not self._host_lookup:
             return ids
-        info = self._gguf.tensors[EMBEDDING]
-        rows = self._gguf.tensor_data(EMBEDDING).reshape(-1, row_bytes(info.type, self._config.n_embd))
-        return dequantize(info.type, rows[ids], (len(ids), self._config.n_embd))
+        return look_up(self._gguf, EMBEDDING, ids)
 
     def counters(self) -> dict[str, int]:
         return {"attended_in_place": self.in_place, "attended_gathered": self.gathered}

@@ -70,6 +70,17 @@ class DeviceProps(C.Structure):
     )
 
 
+class TypeTraits(C.Structure):
+    _fields_ = (
+        ("type_name", STR),
+        ("blck_size", I64),
+        ("blck_size_interleave", I64),
+        ("type_size", SIZE),
+        ("is_quantized", BOOL),
+        ("to_float", C.CFUNCTYPE(None, C.c_void_p, C.c_void_p, C.c_int64)),  # from, to, how many
+    )
+
+
 # name: (library, result, arguments); names without their ggml_ prefix
 SIGNATURES: dict[str, tuple] = {
     "init": ("base", P, InitParams),
@@ -79,6 +90,7 @@ SIGNATURES: dict[str, tuple] = {
     "new_tensor_4d": ("base", P, P, I32, I64, I64, I64, I64),
     "get_data": ("base", P, P),
     "nbytes": ("base", SIZE, P),
+    "get_type_traits": ("base", C.POINTER(TypeTraits), I32),
     "set_name": ("base", P, P, STR),
     "set_input": ("base", None, P),
     "set_output": ("base", None, P),

@@ -30,6 +30,7 @@ from backends.ggml.lib import (
 )
 from backends.ggml.models.config import ModelConfig
 from backends.ggml.weights import DeviceTensors
+from backends.kv_format import kv_homes
 from quant.types import GGML_TYPES, row_bytes
 
 KINDS = {"f16": TYPE_F16, "q8_0": TYPE_Q8_0}  # formats of kv_format.KV_TYPES that ggml's operators know
@@ -37,7 +38,8 @@ PADDING = SPAN // BLOCK_SIZE  # blocks behind the last one, so that a view's spa
 
 
 class PagedPools:
-    """Pools of the stage's layers: `keys[layer]` and `values[layer]` are F32 [block bytes / 4, blocks].
+    """Pools of the stage's layers: `keys[layer]` and `values[layer]` are F32 [block bytes / 4, blocks], for
+    `layers`, those that have pools of their own; any layer's are those of `home_of[layer]`.
 
     What they really are, `key_type` and `value_type` say: `kv_types` as ggml types, of KINDS.
     """
@@ -51,7 +53,8 @@ class PagedPools:
         num_blocks: Sequence[int],
         kv_types: tuple[str, str],
     ):
-        self.layers, self.group_of = list(layers), group_of
+        self.home_of = kv_homes(config, layers)
+        self.layers, self.group_of = sorted(set(self.home_of.values())), group_of
         self.key_type, self.value_type = (KINDS[kind] for kind in kv_types)
         self._token_bytes = {}  # of keys and of values
         for layer in self.layers:

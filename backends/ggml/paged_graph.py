@@ -75,16 +75,18 @@ class PagedGraphBuilder(GraphBuilder):
         self.pools, self.flash, self.unpacks = pools, flash, unpacks
         self._windows = {g: config.layer_windows[layer] for layer, g in pools.group_of.items()}
         self._groups = sorted(set(pools.group_of.values()))
-        rotates = any(config.rope_of(layer) is not None for layer in pools.layers)
+        rotates = any(config.rope_of(layer) is not None for layer in pools.home_of)
         self._positions = self.input_i32(rows) if rotates else None  # an unused input has no memory
         self._growth: int | None = None
         if config.query_growth is not None:
             self._growth = self.lib.new_tensor_4d(self.context, TYPE_F32, 1, 1, rows, 1)
             self.lib.set_input(self._growth)
-        self._slots = {g: self.input(TYPE_I64, rows) for g in self._groups}
+        written = {pools.group_of[layer] for layer in pools.layers if not config.shares_kv(layer)}
+        self._slots = {g: self.input(TYPE_I64, rows) for g in sorted(written)}
         count = sum(p.sequences * p.rows for p in layout.parts)
         self._order = None if layout.order is None else self.input_i32(count)
         self._place = None if layout.place is None else self.input_i32(rows)
+        self._stored: dict[int, Sequence[int]] = {}  # by layer: its pools, after the step's rows were written
         self._parts = [self._part_inputs(part) for part in layout.parts]
         self._states: StateInputs | None = None
         if states is not None and layout.states is not None:
@@ -137,21 +139,15 @@ class PagedGraphBuilder(GraphBuilder):
     def attention(self, layer: int, projections: Sequence[int]) -> int:
         c, lib, ctx = self.config, self.lib, self.context
         heads = c.heads_of(layer)
-        q, k, v = projections if len(projections) == 3 else self._split(projections[0], heads)
+        q, *rest = projections if len(projections) != 1 else self._split(layer, projections[0], heads)
         q = self._rotate(layer, q, "attn_q_norm", c.n_head)
-        k = self._rotate(layer, k, "attn_k_norm", heads.n)
-        if c.family.value_norm:
-            v = lib.rms_norm(ctx, lib.reshape_3d(ctx, v, heads.dim_v, heads.n, self.rows), c.norm_eps)
-            v = lib.reshape_2d(ctx, v, heads.n * heads.dim_v, self.rows)
         if self._growth is not None:
             q = lib.mul(ctx, q, self._growth)
-        k = lib.reshape_2d(ctx, k, heads.n * heads.dim_k, self.rows)
-        p, kinds = self.pools, (self.pools.key_type, self.pools.value_type)
-        pools = (p.keys[layer], p.values[layer])
-        stored = [
-            self._store(pool, kind, size, x, p.group_of[layer])
-            for pool, kind, size, x in zip(pools, kinds, p.token_bytes(layer), (k, v), strict=True)
-        ]
+        home = self.pools.home_of[layer]
+        pools = (self.pools.keys[home], self.pools.values[home])
+        if rest:
+            self._stored[home] = self._store_both(layer, pools, *rest)
+        stored = self._stored.get(home, pools)  # of a layer that others share: not if it is elsewhere
         q = lib.reshape_2d(ctx, q, c.n_head * heads.dim_k, self.rows)
         if self._order is not None:
             q = lib.get_rows(ctx, q, self._order)
@@ -163,8 +159,25 @@ class PagedGraphBuilder(GraphBuilder):
         assert result is not None
         return result if self._place is None else lib.get_rows(ctx, result, self._place)
 
-    def _split(self, qkv: int, heads: KVHeads) -> list[int]:
-        """Query, key and value rows that lie side by side."""
+    def _store_both(self, layer: int, pools: Sequence[int], k: int, v: int) -> Sequence[int]:
+        """The pools after keys and values of the step's rows were written."""
+        c, lib, ctx, p = self.config, self.lib, self.context, self.pools
+        heads = c.heads_of(layer)
+        k = self._rotate(layer, k, "attn_k_norm", heads.n)
+        if c.family.value_norm:
+            v = lib.rms_norm(ctx, lib.reshape_3d(ctx, v, heads.dim_v, heads.n, self.rows), c.norm_eps)
+            v = lib.reshape_2d(ctx, v, heads.n * heads.dim_v, self.rows)
+        k = lib.reshape_2d(ctx, k, heads.n * heads.dim_k, self.rows)
+        kinds = (p.key_type, p.value_type)
+        return [
+            self._store(pool, kind, size, x, p.group_of[layer])
+            for pool, kind, size, x in zip(pools, kinds, p.token_bytes(layer), (k, v), strict=True)
+        ]
+
+    def _split(self, layer: int, qkv: int, heads: KVHeads) -> list[int]:
+        """Query, key and value rows that lie side by side; the query alone where a layer has no others."""
+        if self.config.shares_kv(layer):
+            return [qkv]
         parts, at = [], 0
         counts = (self.config.n_head, heads.n, heads.n)
         widths = [n * dim for n, dim in zip(counts, (heads.dim_k, *heads[1:]), strict=True)]

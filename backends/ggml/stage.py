@@ -18,9 +18,10 @@ from backends.ggml.host_experts import HostExperts, Pieces, host_layers, host_te
 from backends.ggml.lib import STATUS_SUCCESS, ggml, shape_of
 from backends.ggml.models.block import build_block, build_embeddings, build_head
 from backends.ggml.models.config import ModelConfig, layer_tensors
-from backends.ggml.models.tensors import end_tensors
+from backends.ggml.models.layer_inputs import EMBEDDINGS, build_layer_inputs
+from backends.ggml.models.tensors import EMBEDDING, HEAD, end_tensors, host_tables
 from backends.ggml.moves import open_mover
-from backends.ggml.weights import Progress
+from backends.ggml.weights import Progress, look_up
 from backends.host_memory import HostMemory
 from quant.gguf import GGUFFile
 
@@ -71,6 +72,7 @@ class _Graph:
     keep: int | None  # rows whose logits are wanted
     output: int
     argmax: int | None  # of the logits
+    looked_up: dict[str, int]  # inputs: rows of matrices that are in no memory of the device
     embeds: bool = False  # it gives rows behind the last norm in place of logits
     pieces: Pieces | None = None  # where the step leaves the device in between
     view: np.ndarray | None = None  # the output's memory, where results are used in place
@@ -87,6 +89,13 @@ def stage_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) ->
     return names + list(end_tensors(config, gguf.tensors, first == 0, last == config.n_layer))
 
 
+def device_weights(config: ModelConfig, gguf: GGUFFile, first: int, last: int) -> list[str]:
+    """Those of `stage_weights` that the device has; rows of the others are looked up in the mapped file."""
+    multiplied = first == 0 or (last == config.n_layer and HEAD not in gguf.tensors)
+    tables = {*host_tables(config)} - ({EMBEDDING} if multiplied else set())
+    return [name for name in stage_weights(config, gguf, first, last) if name not in tables]
+
+
 class GgmlStage:
     """Runs steps of its layers. Not thread-safe: one worker drives it. See base.StageBackend."""
 
@@ -100,7 +109,7 @@ class GgmlStage:
         host: HostMemory | None = None,
     ):
         """`host`: the memory of the spec's host slots, where it is not to be of the stage's own making."""
-        self._lib = ggml()
+        self._lib, self._gguf = ggml(), gguf
         self.config, self.device, self.spec = config.for_context(spec.max_context), device, spec
         self.is_first, self.is_last = spec.first == 0, spec.last == config.n_layer
         self._head = "output.weight" if "output.weight" in gguf.tensors else "token_embd.weight"
@@ -154,6 +163,8 @@ class GgmlStage:
         else:
             assert hidden is not None and hidden.shape == (tokens, self.config.n_embd)
             self._set(graph.source, np.ascontiguousarray(hidden))
+        for name, tensor in graph.looked_up.items():
+            self._set(tensor, look_up(self._gguf, name, padded(batch.input_ids, rows)))
         if graph.keep is not None:
             self._set(graph.keep, padded(batch.logits_rows, shape_of(graph.keep)[0]))
         self._prepared = graph, logits if self.is_last and not embeds else tokens
@@ -242,8 +253,8 @@ class GgmlStage:
         from backends.ggml.layers import DeviceLayers
 
         spec, kind = self.spec, self._kind()
-        names = stage_weights(self.config, gguf, spec.first, spec.last)
         head = self._head if self.is_last else None
+        names = device_weights(self.config, gguf, spec.first, spec.last)
         group_of = {layer: spec.group_of[layer] for layer in range(spec.first, spec.last)}
         types = (spec.key_type, spec.value_type)
         pools = (group_of, spec.num_blocks, spec.num_states)
@@ -306,6 +317,7 @@ class GgmlStage:
             source, x = self._layers.embed(g)
         else:
             source = x = g.input_f32(self.config.n_embd, g.rows)
+        looked_up = self._layer_inputs(g, x) if self.config.layer_input else {}
         keep = g.input_i32(logits) if logits else None
         for layer in range(self.spec.first, self.spec.last):
             x = build_block(g, layer, x, keep if layer == self.config.n_layer - 1 else None)
@@ -317,7 +329,17 @@ class GgmlStage:
             x = build_embeddings(g, x)
         g.finish([x] if best is None else [x, best])
         pieces = Pieces(g.graph, g.seams) if g.seams else None
-        return _Graph(g, source, keep, x, best, embeds, pieces)
+        return _Graph(g, source, keep, x, best, looked_up, embeds, pieces)
+
+    def _layer_inputs(self, g: GraphBuilder, x: int) -> dict[str, int]:
+        """Make what each layer takes in. Returns the graph's inputs of rows that the host looks up."""
+        c = self.config
+        looked_up = {EMBEDDINGS: g.input_f32(c.n_layer * c.layer_input, g.rows)}
+        if not self.is_first:
+            looked_up[EMBEDDING] = g.input_f32(c.n_embd, g.rows)
+            x = g.scaled(looked_up[EMBEDDING], c.embedding_scale)
+        g.layer_inputs = build_layer_inputs(g, x, looked_up[EMBEDDINGS])
+        return looked_up
 
     def _result(self, graph: _Graph, count: int) -> np.ndarray:
         """`count` rows of the graph's output: in place where nothing can overwrite them too early."""
@@ -346,4 +368,4 @@ class GgmlStage:
         self._lib.backend_tensor_set_async(self.device.backend, tensor, values.ctypes.data, 0, values.nbytes)
 
 
-__all__ = ["GgmlStage", "StageError", "StageSpec", "bucket", "stage_weights"]
+__all__ = ["GgmlStage", "StageError", "StageSpec", "bucket", "device_weights", "stage_weights"]

@@ -8,9 +8,10 @@ from collections.abc import Callable, Iterable, Mapping
 import numpy as np
 
 from backends.ggml.devices import Device, DeviceError
-from backends.ggml.lib import BUFFER_USAGE_WEIGHTS, ggml
+from backends.ggml.lib import BUFFER_USAGE_WEIGHTS, TYPE_F32, ggml
 from backends.ggml.models.delta_net import CONVOLUTION
 from quant.gguf import GGUFFile, TensorInfo
+from quant.types import row_bytes
 
 HOST_ALIGNMENT = 32  # ggml's CPU kernels expect it of a tensor's first byte
 # Smaller tensors are copied: touching one in the mapping can map 2 MiB of the file around it, and norms lie
@@ -59,6 +60,13 @@ class Weights:
 
     def tensor(self, name: str) -> int:
         return self._tensors[name]
+
+    def values(self, name: str) -> np.ndarray:
+        """float32: a copy, on the host, of a weight that is F32."""
+        tensor = self._tensors[name]
+        found = np.empty(self._lib.nbytes(tensor) // 4, np.float32)
+        self._lib.backend_tensor_get(tensor, found.ctypes.data, 0, found.nbytes)
+        return found
 
     def __contains__(self, name: str) -> bool:
         return name in self._tensors
@@ -121,6 +129,17 @@ class Weights:
             self._lib.backend_tensor_set(tensor, data.ctypes.data, 0, info.nbytes)
             if progress:
                 progress(info.nbytes)
+
+
+def look_up(gguf: GGUFFile, name: str, ids: np.ndarray) -> np.ndarray:
+    """float32 [T, width]: rows of a matrix in the mapped file, of any type."""
+    info = gguf.tensors[name]
+    rows = gguf.tensor_data(name).reshape(-1, row_bytes(info.type, info.shape[0]))[ids]
+    if info.type == TYPE_F32:
+        return rows.view(np.float32)
+    out = np.empty((len(ids), info.shape[0]), np.float32)
+    ggml().get_type_traits(info.type).contents.to_float(rows.ctypes.data, out.ctypes.data, out.size)
+    return out
 
 
 class DeviceTensors:

@@ -68,6 +68,9 @@ class LlamaConfig:
         """The most that a layer has."""
         return KVHeads(self.n_head_kv, self.head_dim_k, self.head_dim_v)
 
+    def kv_layer(self, layer: int) -> int:
+        return layer
+
     @property
     def keeps_tokens(self) -> bool:
         """Whether what it keeps grows with the tokens of a sequence."""

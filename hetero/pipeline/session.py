@@ -19,7 +19,7 @@ import numpy as np
 
 from backends.base import DeviceInfo, DeviceSpec, StageBackend
 from backends.ggml.models.config import ModelConfig, read_config
-from backends.ggml.stage import GgmlStage, StageSpec
+from backends.ggml.stage import GgmlStage, StageSpec, device_weights
 from backends.host_memory import HostMemory, slot_sizes
 from hetero import __version__
 from hetero.pipeline.channel import ChannelClosed, Kind, Message, WireError
@@ -223,7 +223,8 @@ def _needed(gguf: GGUFFile, config: ModelConfig, spec: StageSpec) -> int:
         if not good:
             raise WireError("a layer without KV blocks, or without states")
     pools = sum(n * size for n, size in zip(spec.num_blocks, slot_sizes(config, spec), strict=True))
-    return sum(info.nbytes for info in gguf.tensors.values()) + pools + states
+    weights = device_weights(config, gguf, spec.first, spec.last)
+    return sum(gguf.tensors[name].nbytes for name in weights) + pools + states
 
 
 def _slot_bytes(config: ModelConfig, spec: StageSpec) -> int:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from backends.base import KVHeads
 from backends.ggml.host_experts import host_layers, host_tensors
 from backends.ggml.models.config import ModelConfig
-from backends.ggml.models.tensors import end_tensors, layer_tensors, rope_tensors
+from backends.ggml.models.tensors import common_tensors, end_tensors, host_tables, layer_tensors
 from backends.kv_format import kept_as, row_bytes
 from hetero.kv_types import F16, KVTypes
 from hetero.plan.planner import Limits, ModelFacts
@@ -39,13 +39,11 @@ def model_facts(
     experts = 0 if mixture is None else mixture.used * (config.n_embd + mixture.width) + mixture.shared_width
     if config.delta_net is not None:
         heads = max(2 * heads, config.delta_net.conv_width + config.delta_net.value_width)
-    row = LIVE_ROWS * (config.n_embd + max(experts, config.n_ff) + heads) * F32_BYTES
+    inputs = config.n_layer * config.layer_input
+    row = LIVE_ROWS * (config.n_embd + max(experts, *config.ff_widths) + heads + inputs) * F32_BYTES
     sizes = {name: info.nbytes for name, info in gguf.tensors.items()}
-    factors = rope_tensors(config)
-    everywhere = sum(sizes[name] for name in factors)
-    layers = [everywhere] * config.n_layer
-    for layer in range(config.n_layer):
-        layers[layer] += sum(sizes[name] for name in layer_names(config, layer))
+    common = common_tensors(config)
+    layers = [sum(sizes[name] for name in layer_names(config, layer)) for layer in range(config.n_layer)]
     moved = [0] * config.n_layer
     for layer in host_layers(config, 0, config.n_layer, host_experts):
         moved[layer] = sum(sizes[name] for name in host_tensors(config, layer))
@@ -53,7 +51,8 @@ def model_facts(
     tied = HEAD not in sizes
     embed = sizes[EMBEDDING] * (1 if tied else REPACKED)
     ends = end_tensors(config, sizes, first=False, last=True)
-    head = REPACKED * sum(sizes[name] for name in ends if name not in factors)
+    elsewhere = {*common, *host_tables(config)} - {EMBEDDING if tied else HEAD}
+    head = REPACKED * sum(sizes[name] for name in ends if name not in elsewhere)
     facts = ModelFacts(
         n_ctx_train=config.n_ctx_train,
         layer_windows=config.layer_windows,
@@ -62,6 +61,8 @@ def model_facts(
         embed_bytes=int(embed),
         head_bytes=int(head),
         shared_bytes=int(embed) if tied else 0,
+        common_bytes=int(REPACKED * sum(sizes[name] for name in common)),
+        last_cut=config.last_cut,
         compute_bytes=limits.max_num_batched_tokens * row,
         logits_bytes=(limits.max_num_seqs + limits.draft_rows) * config.n_vocab * F32_BYTES,
         rows_bytes=limits.max_num_batched_tokens * config.n_embd * F32_BYTES,
@@ -99,8 +100,8 @@ def types_on(config: ModelConfig, wanted: KVTypes, own_kernels: bool) -> KVTypes
 
 
 def token_bytes(config: ModelConfig, layer: int, types: KVTypes) -> int:
-    """Keys and values of a token in a layer."""
-    if config.is_recurrent(layer):
+    """Keys and values of a token that a layer has of its own."""
+    if config.is_recurrent(layer) or config.kv_layer(layer) != layer:
         return 0
     heads = config.heads_of(layer)
     return heads.n * (row_bytes(types.keys, heads.dim_k) + row_bytes(types.values, heads.dim_v))
@@ -138,7 +139,7 @@ def layer_classes(gguf: GGUFFile, config: ModelConfig, host_experts: int = 0) ->
     classes = []
     for layer in range(config.n_layer):
         tensors = tuple((gguf.tensors[n].type, gguf.tensors[n].shape) for n in layer_names(config, layer))
-        key = (config.layer_windows[layer], tensors, layer in away)
+        key = (config.layer_windows[layer], tensors, layer in away, config.shares_kv(layer))
         classes.append(numbers.setdefault(key, len(numbers)))
     return tuple(classes)
 

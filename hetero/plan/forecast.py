@@ -81,10 +81,10 @@ def _speed(problem: SplitProblem, parts: Sequence[Part], requests: int, context:
 def _alternatives(
     problem: SplitProblem, chosen: Sequence[Part], plan: Plan, labels: Sequence[str]
 ) -> list[Alternative]:
-    devices, layers = len(labels), problem.facts.n_layer
-    if devices == 1 or devices > layers:
+    devices, memory = len(labels), problem.memory(plan.kv_tokens)
+    if devices == 1 or devices > memory.pieces:
         return []
-    even, by_memory = even_split(devices, layers), memory_split(problem.memory(plan.kv_tokens))
+    even, by_memory = even_split(memory), memory_split(memory)
     named = [("even", even), ("by memory", by_memory)]
     if even == by_memory:
         named = [("even, and by memory,", even)]

@@ -70,7 +70,7 @@ def plan_model(
     """
     limits = limits_of(settings)
     _check_kv_types(settings, config)
-    check_counts(settings, choices, config.n_layer)
+    check_counts(settings, choices, config.n_layer, config.last_cut)
     count = _host_experts(gguf, config, choices, settings)
     facts = model_facts(gguf, config, limits, settings.kv_type, count)
     subject = _subject(gguf, config, settings, open_stage, count)
@@ -205,8 +205,11 @@ def _split(problem: SplitProblem, counts: Sequence[int], labels: Sequence[str]) 
     return Planned(replace(plan, stages=stages, notes=notes), problem.facts, view)
 
 
-def check_counts(settings: Settings, choices: Sequence[DeviceChoice], n_layer: int) -> None:
-    """Raise PlanError unless the layers of --split, or some of all, are there for each device."""
+def check_counts(
+    settings: Settings, choices: Sequence[DeviceChoice], n_layer: int, last_cut: int | None = None
+) -> None:
+    """Raise PlanError unless the layers of --split, or some of all, are there for each device, which cannot
+    begin behind layer `last_cut`."""
     counts, labels = settings.split, ", ".join(labels_of(choices))
     shown = ",".join(map(str, counts))
     if counts and len(counts) != len(choices):
@@ -215,6 +218,13 @@ def check_counts(settings: Settings, choices: Sequence[DeviceChoice], n_layer: i
         raise PlanError(f"--split {shown}: these are {sum(counts)} layers, the model has {n_layer}")
     if settings.device and len(choices) > n_layer:
         raise PlanError(f"--device: {len(choices)} devices ({labels}) for {n_layer} layers; name fewer")
+    if last_cut is None:
+        return
+    together = f"layers {last_cut} to {n_layer - 1} attend the same keys and values and need one device"
+    if len(counts) > 1 and n_layer - counts[-1] > last_cut:
+        raise PlanError(f"--split {shown}: {together}; give the last one at least {n_layer - last_cut}")
+    if settings.device and len(choices) > last_cut + 1:
+        raise PlanError(f"--device: {len(choices)} devices ({labels}), but {together}; name fewer")
 
 
 def _times(

@@ -22,8 +22,11 @@ output head that is its embedding matrix, and RoPE scaling: linear, YaRN, Llama 
 where the longest context that is served decides between the short and the long ones.
 
 All other architectures are computed by libllama, with fewer features, as README.md says; so are those members
-of a family in the list whose files have what is not built here: pictures (RoPE in sections), or Gemma 4's
-embeddings for each layer, shared keys and values (E2B, E4B) and experts (26B-A4B).
+of a family in the list whose files have what is not built here: pictures (RoPE in sections).
+
+Where the last layers attend keys and values of earlier ones (Gemma 4 E2B and E4B), all of these are on one
+device: a split ends before them. Embeddings for each layer, which are most of such a file, are looked up in
+the mapped file and take no memory of a device.
 """
 
 WEIGHTS = """\
@@ -58,6 +61,8 @@ WORDS: dict[str, dict] = {
     "sinks": {True: "attention sinks"},
     "value_norm": {True: "norms of values"},
     "unscaled_scores": {True: "unscaled attention scores"},
+    "layer_inputs": {True: "embeddings for each layer where the file has them"},
+    "shared_kv": {True: "layers that share keys and values where the file says so"},
     "window_heads": {True: "heads of other sizes in layers with a window"},
     "recurrent": {True: "gated delta nets in most layers"},
     "gated_attention": {True: "gated attention"},
@@ -78,6 +83,7 @@ def describe(family: Family) -> str:
     if family.mixture is not None:
         found.append("experts" if family.mixture.required else "experts where the file has them")
         found += ["a shared expert"] if family.mixture.shared else []
+        found += ["a feed-forward beside them"] if family.mixture.beside else []
     return ", ".join(found) or "-"
 
 

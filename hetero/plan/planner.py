@@ -273,13 +273,13 @@ class _Stage:
         self, facts: ModelFacts, limits: Limits, place: Place, first: int, last: int, num_stages: int
     ):
         self.place, self._facts, self._limits = place, facts, limits
+        assert facts.last_cut is None or first <= facts.last_cut, "layers apart from their keys and values"
         self._first, self._last = first, last
         ends = (first == 0, last == facts.n_layer)
         self.weights = sum(facts.layer_bytes[first:last]) + sum(
             size for size, there in zip((facts.embed_bytes, facts.head_bytes), ends, strict=True) if there
         )
-        if all(ends):
-            self.weights -= facts.shared_bytes
+        self.weights += facts.common_bytes - (facts.shared_bytes if all(ends) else 0)
         self._compute = stage_compute_bytes(facts, limits, place, ends[1], num_stages)
 
     def kv(self, tokens: int) -> int:

@@ -80,9 +80,10 @@ class SplitProblem:
             layers=np.array(facts.layer_bytes) + np.array(layer_kv_bytes(facts, limits, tokens, self.places)),
             first=facts.embed_bytes,
             last=facts.head_bytes + max(0, *(e - i for e, i in zip(at_end, inner, strict=True))),
-            fixed=np.array(inner) + np.array(gathered),
+            fixed=np.array(inner) + np.array(gathered) + facts.common_bytes,
             limits=np.array([p.usable_bytes for p in self.places]),
             pools=tuple(names.index(name) for name in names),
+            last_cut=facts.last_cut,
         )
 
     def plan(self, parts: Sequence[Part]) -> Plan:

@@ -18,6 +18,7 @@ class ModelFacts:
     `layer_windows[i]`, `kv_bytes_per_token[i]` (K and V of one token) and `layer_bytes[i]` (weights)
     are of layer i. `embed_bytes` are the weights that the first stage has on top, `head_bytes` those of
     the last; of these, a stage that is both holds `shared_bytes` once only (a matrix that is both).
+    Every stage has `common_bytes` of weights; none can begin behind layer `last_cut` (None: anywhere).
     `compute_bytes` is what a step's graph needs, `logits_bytes` what the last stage's needs on top;
     `rows_bytes` is what a stage hands on in a step. A device without kernels of ours gathers a sequence's
     KV first: `gather_bytes_per_token` for each of its tokens. It keeps `plain_kv_types`, which may take
@@ -36,6 +37,8 @@ class ModelFacts:
     compute_bytes: int
     logits_bytes: int = 0
     rows_bytes: int = 0
+    common_bytes: int = 0
+    last_cut: int | None = None
     gather_bytes_per_token: int = 0
     shared_bytes: int = 0
     plain_kv_bytes_per_token: tuple[int, ...] = ()
@@ -64,7 +67,10 @@ class ModelFacts:
 
     @property
     def weight_bytes(self) -> int:
-        return sum(self.layer_bytes) + self.embed_bytes + self.head_bytes + self.host_bytes
+        """With one stage."""
+        return (
+            sum(self.layer_bytes) + self.embed_bytes + self.head_bytes + self.common_bytes + self.host_bytes
+        )
 
 
 @dataclass(frozen=True, slots=True)

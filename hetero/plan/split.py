@@ -50,7 +50,8 @@ class Memory:
 
     `layers` int64 [L]: weights and KV of a layer. `first`, `last`: on top of that at the ends.
     `fixed`, `limits` int64 [D]: of any stage on a device, and what may be used there. Devices with the
-    same number in `pools` share one memory; the largest of their limits is that of all together.
+    same number in `pools` share one memory; the largest of their limits is that of all together. No part can
+    begin behind layer `last_cut` (None: anywhere).
     """
 
     layers: np.ndarray
@@ -59,6 +60,12 @@ class Memory:
     fixed: np.ndarray
     limits: np.ndarray
     pools: tuple[int, ...]
+    last_cut: int | None = None
+
+    @property
+    def pieces(self) -> int:
+        """The most parts into which the layers can be cut."""
+        return len(self.layers) if self.last_cut is None else self.last_cut + 1
 
 
 @dataclass(frozen=True, slots=True)
@@ -128,9 +135,8 @@ def best_split(costs: CostsOf, memory: Memory, goal: Goal, ordered: bool) -> Spl
             other = _search(costs, replace(memory, limits=limits), goal, ordered)
             if other is not None:
                 candidates.append(other)
-    devices, layers = len(memory.limits), len(memory.layers)
-    if devices <= layers:
-        for parts in (even_split(devices, layers), memory_split(memory)):
+    if len(memory.limits) <= memory.pieces:
+        for parts in (even_split(memory), memory_split(memory)):
             candidates.append(rate(parts, costs, goal))
     fitting = [c for c in candidates if not overfull(c.parts, memory)]
     return min(fitting, key=lambda c: c.score, default=None)
@@ -140,8 +146,8 @@ def can_place(memory: Memory, ordered: bool) -> bool:
     """Whether some split fits; quicker than finding the best."""
     devices, layers = len(memory.limits), len(memory.layers)
     if len(set(memory.pools)) == devices:  # then one sweep over all sets of devices can tell
-        most = min(devices, layers)
-        if ordered and devices > layers:
+        most = min(devices, memory.pieces)
+        if ordered and devices > memory.pieces:
             return False
         width = np.tri(layers + 1, dtype=bool)
         return _Sweep(np.where(_fits(memory) & ~width, 0.0, np.inf), most, ordered).feasible()
@@ -194,21 +200,27 @@ def parts_of(counts: Sequence[int]) -> tuple[Part, ...]:
     return tuple(Part(d, ends[d], ends[d + 1]) for d in range(len(counts)) if counts[d])
 
 
-def even_split(devices: int, layers: int) -> tuple[Part, ...]:
-    """Equal numbers of layers; the first devices have the odd ones."""
-    share, rest = divmod(layers, devices)
-    return parts_of([share + (d < rest) for d in range(devices)])
+def even_split(memory: Memory) -> tuple[Part, ...]:
+    """Equal numbers of layers, where these can be cut so; the first devices have the odd ones."""
+    devices = len(memory.limits)
+    share, rest = divmod(len(memory.layers), devices)
+    return _cut_at([(d + 1) * share + min(d + 1, rest) for d in range(devices)], memory)
 
 
 def memory_split(memory: Memory) -> tuple[Part, ...]:
     """Numbers of layers by the memory that each device offers (a shared one in equal parts), at least one."""
     members = [memory.pools.count(pool) for pool in memory.pools]
     weights = np.maximum(memory.limits / np.array(members), 1.0)
-    devices, layers = len(weights), len(memory.layers)
-    ends = np.rint(np.cumsum(weights) / weights.sum() * layers).astype(int)
-    for d in range(devices):  # one layer each, whatever the rounding says
-        ends[d] = min(max(ends[d], ends[d - 1] + 1 if d else 1), layers - (devices - 1 - d))
-    return parts_of(np.diff(ends, prepend=0).tolist())
+    ends = np.rint(np.cumsum(weights) / weights.sum() * len(memory.layers)).astype(int)
+    return _cut_at(ends.tolist(), memory)
+
+
+def _cut_at(ends: Sequence[int], memory: Memory) -> tuple[Part, ...]:
+    """Parts that end near these layers: with one layer each at least, and where they can."""
+    devices, cuts = min(len(ends), memory.pieces), [0]
+    for d in range(devices - 1):
+        cuts.append(min(max(ends[d], cuts[d] + 1), memory.pieces - (devices - 1 - d)))
+    return parts_of(np.diff([*cuts, len(memory.layers)]).tolist())
 
 
 def _table(costs: Costs) -> np.ndarray:
@@ -231,15 +243,17 @@ def _fits(memory: Memory) -> np.ndarray:
     need = sums[None, :] - sums[:, None]
     need[0, :] += memory.first
     need[:, layers] += memory.last
-    return need[None] + memory.fixed[:, None, None] <= memory.limits[:, None, None]
+    fits = need[None] + memory.fixed[:, None, None] <= memory.limits[:, None, None]
+    fits[:, :, memory.pieces : layers] = False  # where no other part can begin
+    return fits
 
 
 def _search(costs: CostsOf, memory: Memory, goal: Goal, ordered: bool) -> Split | None:
     """The best over all numbers of stages, where no two devices share a memory."""
-    devices, layers = len(memory.limits), len(memory.layers)
+    devices = len(memory.limits)
     fits = _fits(memory)
     best: Split | None = None
-    for stages in range(devices if ordered else 1, min(devices, layers) + 1):
+    for stages in range(devices if ordered else 1, min(devices, memory.pieces) + 1):
         table = np.where(fits, _table(costs(stages)), np.inf)
         best = _Sweep(table, stages, ordered).minimise(goal, best)
     return best

@@ -41,7 +41,7 @@ def stage_with(count: int) -> Any:
     return HostStage
 
 
-@pytest.fixture(scope="module", params=["qwen2moe", "glm4moe", "gpt-oss"])
+@pytest.fixture(scope="module", params=["qwen2moe", "glm4moe", "gpt-oss", "gemma4"])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_experts(tmp_path_factory.mktemp("host") / "m.gguf", request.param, sizes=FEW, seed=1)
 

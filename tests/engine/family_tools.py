@@ -157,6 +157,8 @@ CHANGES: dict[str, Change] = {
     "rope of all": everywhere,
     "pairs": of_ropes(lambda rope: replace(rope, neox=not rope.neox)),
     "whole heads": of_ropes(lambda rope: rope if rope.factors else replace(rope, n_rot=16)),
+    "layer inputs": lambda c: replace(c, layer_input=0),
+    "shared keys": lambda c: replace(c, shared_kv=0),
     "output scale": without("layer_output_scale.weight"),
     "scale": of_ropes(lambda rope: replace(rope, scale=1.0)),
     "yarn": of_ropes(lambda rope: replace(rope, yarn=None)),

@@ -16,7 +16,7 @@ sys.path.insert(0, str(Path(__file__).parent))
 from driver import Driver
 from family_tools import CHANGES, WAYS, Model, PlainStage, check_logits, check_options, of_libllama, relative
 from scale import FULL
-from tiny_families import LAYERS, tiny_family
+from tiny_families import LAYER_INPUT, LAYERS, tiny_family
 from tiny_models import libllama_logits
 
 from backends.base import BLOCK_SIZE
@@ -31,6 +31,20 @@ from quant.gguf import open_gguf
 YARN = {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0, "rope.scaling.original_context_length": 32}
 EVERYWHERE = "attn_norm attn_q+ attn_k+ attn_v+ attn_output+ ffn_norm ffn_gate+ ffn_up+ ffn_down+"
 FUSED = "attn_norm attn_qkv+ attn_output ffn_norm ffn_gate ffn_up ffn_down"
+GEMMA4_HEADS = {
+    "attention.head_count_kv": [2, 2, 1, 2, 1, 2],
+    "attention.key_length": 64,
+    "attention.value_length": 64,
+    "attention.key_length_swa": 32,
+    "attention.value_length_swa": 32,
+    "attention.sliding_window_pattern": [True, True, False, True, False, True],
+    "rope.dimension_count": 64,
+    "rope.dimension_count_swa": 32,
+    "rope.freq_base": 1e6,
+    "final_logit_softcapping": 3.0,
+}
+SHARING = [(32, 2), (32, 2), (64, 1), (32, 2), (64, 1), (32, 2)]
+WITHOUT_KEYS = LAYERS["gemma4"].replace("attn_k attn_v ", "").replace("attn_k_norm ", "")
 LONG = {"rope_factors_short.weight": (8,), "rope_factors_long.weight": (8,)}
 
 
@@ -66,21 +80,40 @@ VARIANTS = {
     "gemma4": Variant(
         "gemma4",
         {
+            **GEMMA4_HEADS,
             "attention.head_count_kv": [4, 4, 1],
-            "attention.key_length": 64,
-            "attention.value_length": 64,
-            "attention.key_length_swa": 32,
-            "attention.value_length_swa": 32,
             "attention.sliding_window_pattern": [True, True, False],
-            "rope.dimension_count": 64,
-            "rope.dimension_count_swa": 32,
-            "rope.freq_base": 1e6,
-            "final_logit_softcapping": 3.0,
         },
         {
             "n_layers": 3,
             "heads": [(32, 4), (32, 4), (64, 1)],
             "layers": [LAYERS["gemma4"]] * 2 + [LAYERS["gemma4"].replace("attn_v ", "")],
+            "extra": {"rope_freqs.weight": (32,)},
+        },
+    ),
+    "gemma4 inputs": Variant(
+        "gemma4",
+        {**GEMMA4_HEADS, "attention.shared_kv_layers": 3, "embedding_length_per_layer_input": LAYER_INPUT},
+        {
+            "n_layers": 6,
+            "n_ff": [96] * 3 + [192] * 3,
+            "heads": SHARING,
+            "layers": LAYERS["gemma4"] + " inp_gate proj post_norm",  # keys that nobody needs, too
+            "extra": {
+                "rope_freqs.weight": (32,),
+                "per_layer_token_embd.weight": (311, 6 * LAYER_INPUT),
+                "per_layer_model_proj.weight": (6 * LAYER_INPUT, 64),
+                "per_layer_proj_norm.weight": (LAYER_INPUT,),
+            },
+        },
+    ),
+    "gemma4 shared": Variant(
+        "gemma4",
+        {**GEMMA4_HEADS, "attention.shared_kv_layers": 3},
+        {
+            "n_layers": 6,
+            "heads": SHARING,
+            "layers": [LAYERS["gemma4"]] * 3 + [WITHOUT_KEYS] * 3,
             "extra": {"rope_freqs.weight": (32,)},
         },
     ),

@@ -24,15 +24,16 @@ from backends.ggml.weights import is_matrix
 from hetero.batch import Batch
 
 IDS = [int(i) for i in np.random.default_rng(0).integers(3, 300, 40)]
+NAMES = [*VARIANTS, *(f"{name} experts" for name in LAYERS)]
 SAME = 1e-6  # of norms: the same operators on the same numbers
 
 
-@pytest.fixture(scope="module", params=[n.replace(" ", "-") for n in {**VARIANTS, **LAYERS}])
+@pytest.fixture(scope="module", params=[n.replace(" ", "-") for n in NAMES])
 def path(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
     path = tmp_path_factory.mktemp("stages") / "m.gguf"
     name = request.param.replace("-", " ")
     if name not in VARIANTS:
-        return tiny_experts(path, request.param, sizes=Sizes(experts=4, used=2))
+        return tiny_experts(path, request.param.removesuffix("-experts"), sizes=Sizes(experts=4, used=2))
     variant = VARIANTS[name]
     return tiny_family(path, variant.arch, variant.metadata, **variant.options)
 
@@ -56,13 +57,16 @@ def one_sequence(groups: int, logits: int) -> Batch:
 
 @pytest.mark.parametrize("kind", [GgmlStage, PlainStage])
 def test_stages_of_one_layer_each(path: Path, kind: type[GgmlStage]):
-    """Also where a stage rotates nothing, or has another window than the next."""
+    """Also where a stage rotates nothing, or has another window than the next. Layers that attend the same
+    keys and values stay together."""
     driver = Driver(path, num_blocks=8, max_tokens=64, threads=1, kind=kind, max_context=CONTEXT)
     batch, rows = one_sequence(driver.num_groups, len(IDS)), None
-    for layer in range(driver.config.n_layer):
-        spec = driver.stage.spec
-        group_of = {layer: spec.group_of[layer]}
-        spec = replace(spec, first=layer, last=layer + 1, group_of=group_of)
+    whole, n_layer = driver.stage.spec, driver.config.n_layer
+    last_cut = driver.config.last_cut
+    for layer in range(last_cut + 1):
+        end = n_layer if layer == last_cut else layer + 1
+        group_of = {i: whole.group_of[i] for i in range(layer, end)}
+        spec = replace(whole, first=layer, last=end, group_of=group_of)
         stage = kind(driver.gguf, driver.config, open_device("CPU", 1), spec)
         stage.prepare(batch, rows)
         rows = stage.compute().copy()

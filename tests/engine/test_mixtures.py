@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parent))
-from family_tools import CHANGES, WAYS, Change, Model, check_logits, check_options, of_libllama
+from family_tools import CHANGES, WAYS, Change, Model, check_logits, check_options, of_libllama, without
 from tiny_experts import LAYERS, Sizes, tiny_experts
 
 from backends.ggml.models import FAMILIES, ModelConfig
@@ -39,6 +39,8 @@ VARIANTS: dict[str, tuple[str, dict[str, Any]]] = {
     "glm4moe-groups": ("glm4moe", {"metadata": GROUPS | {"expert_weights_norm": False}}),
     "glm4moe-softmax": ("glm4moe", {"metadata": {"expert_gating_func": 1}}),
     "gpt-oss": ("gpt-oss", {}),
+    "gemma4": ("gemma4", {}),
+    "gemma4-apart": ("gemma4", {"apart": True, "without": ("ffn_down_exps.scale",)}),
 }
 
 
@@ -68,7 +70,10 @@ def of_options(option: str) -> Change:
 
 MIXTURE_CHANGES: dict[str, Change] = {
     "gating": of_mixture(lambda m: replace(m, gating="sigmoid" if m.gating == "softmax" else "softmax")),
-    "normed": of_mixture(lambda m: replace(m, normed=not m.normed and m.gating != "chosen")),
+    # a norm behind the experts makes up for it
+    "normed": of_mixture(
+        lambda m: m if m.options.beside else replace(m, normed=not m.normed and m.gating != "chosen")
+    ),
     "share scale": of_mixture(lambda m: replace(m, scale=1.0)),
     "groups": of_mixture(lambda m: replace(m, groups=1, groups_used=1)),
     "used": of_mixture(lambda m: replace(m, used=m.used - 1)),
@@ -76,6 +81,8 @@ MIXTURE_CHANGES: dict[str, Change] = {
     "shared gate": of_options("shared_gate"),
     "selection bias": of_options("selection_bias"),
     "biases of experts": of_options("biases"),
+    "beside": of_options("beside"),
+    "scales of experts": without("ffn_down_exps.scale"),
     "bias of the router": lambda c: replace(
         c, present=frozenset(n for n in c.present if "gate_inp" not in n)
     ),
@@ -92,4 +99,4 @@ def test_every_family_with_experts_is_here():
     assert set(LAYERS) == {arch for arch, _ in VARIANTS.values()}
     attend = {name: family.mixture for name, family in FAMILIES.items() if not family.recurrent}
     always = {name for name, mixture in attend.items() if mixture and mixture.required}
-    assert set(LAYERS) == always | {"llama"}
+    assert set(LAYERS) == always | {"llama", "gemma4"}

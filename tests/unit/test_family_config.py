@@ -11,7 +11,7 @@ import pytest
 from gguf_tools import Raw, rewrite
 from hypothesis import given
 from hypothesis import strategies as st
-from tiny_families import tiny_family
+from tiny_families import LAYERS, tiny_family
 
 from backends.ggml.models import ModelError, NotNative, Rope, read_config
 from backends.ggml.models.config import Growth
@@ -64,14 +64,41 @@ def test_hostile_values_of_yarn(tmp_path: Path, key: str, value: float):
     [
         ("glm4", "rope.dimension_sections", [8, 12, 12, 0]),
         ("granite", "deepstack_mapping", [-1, 0]),
-        ("gemma4", "embedding_length_per_layer_input", 256),
-        ("gemma4", "attention.shared_kv_layers", 2),
-        ("gemma4", "expert_count", 128),
     ],
 )
 def test_kinds_that_are_not_built_are_left_to_others(tmp_path: Path, arch: str, key: str, value: Any):
     path = tiny_family(tmp_path / "m.gguf", arch, {key: value})
     assert f"{arch}.{key}" in refusal(path, NotNative)
+
+
+def test_queries_and_keys_in_one_matrix_of_layers_without_keys(tmp_path: Path):
+    """Upstream knows what part of it to leave out."""
+    pattern = {"attention.sliding_window_pattern": [True, False, True], "attention.shared_kv_layers": 1}
+    fused = LAYERS["gemma4"].replace("attn_q attn_k attn_v", "attn_qkv")
+    path = tiny_family(tmp_path / "m.gguf", "gemma4", pattern, n_layers=3, layers=fused)
+    assert "of layers that share others" in refusal(path, NotNative)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"attention.shared_kv_layers": 3},  # of four: too few are left
+        {"attention.shared_kv_layers": 2, "attention.sliding_window_pattern": [True, True, True, False]},
+        {"attention.shared_kv_layers": 1, "attention.sliding_window_pattern": [True, False, True, True]},
+        {"attention.shared_kv_layers": True},
+    ],
+)
+def test_layers_that_have_nobody_to_share_keys_with(tmp_path: Path, wrong: dict[str, Any]):
+    path = tiny_family(tmp_path / "m.gguf", "gemma4", wrong, n_layers=4)
+    assert "gemma4.attention.shared_kv_layers must be" in refusal(path)
+
+
+@pytest.mark.parametrize("wrong", [[96, 96], [96, 0, 96]])
+def test_widths_of_feed_forwards(tmp_path: Path, wrong: list[Any]):
+    path = tiny_family(tmp_path / "m.gguf", "llama", n_layers=3, n_ff=[96, 128, 64])
+    assert read_config(open_gguf(path)).ff_widths == (96, 128, 64)
+    changed = rewrite(path, tmp_path / "changed.gguf", {"llama.feed_forward_length": wrong})
+    assert "llama.feed_forward_length must be 3 integers" in refusal(changed)
 
 
 def test_kv_heads_by_kind_of_layer(tmp_path: Path):

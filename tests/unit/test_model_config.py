@@ -29,11 +29,11 @@ def test_experts_are_read(llama: Path, qwen: Path, tmp_path: Path):
         config = read_config(open_gguf(path))
         mixture = config.mixture
         assert mixture is not None
-        assert (mixture.count, mixture.used, mixture.width, config.n_ff) == (8, 2, 128, 0)
+        assert (mixture.count, mixture.used, mixture.width, *config.ff_widths) == (8, 2, 128, 0)
     for count in (0, 1):  # a single expert is none
         dense = tiny_model(tmp_path / f"{count}.gguf", n_layers=1, metadata={"llama.expert_count": count})
         config = read_config(open_gguf(dense))
-        assert (config.mixture, config.n_ff) == (None, 128)
+        assert (config.mixture, *config.ff_widths) == (None, 128)
 
 
 def refusal(path: Path, tmp_path: Path, changes: dict, tensors: dict | None = None) -> str:

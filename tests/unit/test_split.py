@@ -60,24 +60,29 @@ def problems(draw, most_devices: int, most_layers: int, pooled: bool = False):
     memory = Memory(
         sizes, int(rng.integers(0, 5)), int(rng.integers(0, 9)), rng.integers(0, 4, d), room, pools
     )
+    if draw(st.booleans()):
+        memory = replace(memory, last_cut=draw(st.integers(0, n - 1)))
     goal = Goal(draw(st.sampled_from(OBJECTIVES)), draw(st.integers(1, 9)), draw(st.integers(0, 3)))
     return costs, memory, goal, draw(st.booleans())
 
 
-def all_splits(devices: int, layers: int, ordered: bool):
+def all_splits(memory: Memory, ordered: bool):
     """Every way to put the layers on devices, by brute force."""
+    devices, layers = len(memory.limits), len(memory.layers)
     for count in range(devices if ordered else 1, min(devices, layers) + 1):
         orders = [tuple(range(devices))] if ordered else itertools.permutations(range(devices), count)
         for order in orders:
             for inner in itertools.combinations(range(1, layers), count - 1):
                 ends = [0, *inner, layers]
-                yield tuple(Part(d, ends[i], ends[i + 1]) for i, d in enumerate(order))
+                if memory.last_cut is None or ends[-2] <= memory.last_cut:
+                    yield tuple(Part(d, ends[i], ends[i + 1]) for i, d in enumerate(order))
 
 
 def check(split, memory: Memory, ordered: bool) -> None:
     layers = len(memory.layers)
     assert [i for p in split.parts for i in range(p.first, p.last)] == list(range(layers))
     assert all(p.first < p.last for p in split.parts)
+    assert memory.last_cut is None or split.parts[-1].first <= memory.last_cut
     devices = [p.device for p in split.parts]
     assert len(set(devices)) == len(devices)
     if ordered:
@@ -89,8 +94,7 @@ def check(split, memory: Memory, ordered: bool) -> None:
 @given(problems(4, 7))
 def test_the_best_split_is_that_of_brute_force(problem):
     costs, memory, goal, ordered = problem
-    devices, layers = len(memory.limits), len(memory.layers)
-    fitting = [p for p in all_splits(devices, layers, ordered) if not overfull(p, memory)]
+    fitting = [p for p in all_splits(memory, ordered) if not overfull(p, memory)]
     split = best_split(costs, memory, goal, ordered)
     assert can_place(memory, ordered) == bool(fitting)
     if not fitting:
@@ -116,9 +120,10 @@ def test_shared_memories_are_never_overfull(problem):
 def test_never_worse_than_the_even_split_or_the_one_by_memory(problem):
     costs, memory, goal, ordered = problem
     devices, layers = len(memory.limits), len(memory.layers)
-    assume(devices <= layers)
+    assume(devices <= memory.pieces)
     split = best_split(costs, memory, goal, ordered)
-    for parts in (even_split(devices, layers), memory_split(memory)):
+    for parts in (even_split(memory), memory_split(memory)):
+        assert memory.last_cut is None or parts[-1].first <= memory.last_cut
         assert [p.device for p in parts] == list(range(devices))
         assert parts[0].first == 0 and parts[-1].last == layers
         if not overfull(parts, memory):

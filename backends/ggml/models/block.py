@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 from backends.ggml.graph import GraphBuilder
+from backends.ggml.models.layer_inputs import add_layer_input
 from backends.ggml.models.tensors import (
     FUSED_QKV,
     OUTPUT_NORM,
@@ -41,10 +42,20 @@ def build_block(g: GraphBuilder, layer: int, x: int, keep: int | None) -> int:
         return g.feed_forward(source, None, inputs, down, residual=x)
     post = [w(n) if family.post_norms else None for n in ("post_attention_norm", "post_ffw_norm")]
     x = _add(g, x, post[0], lambda residual: g.linear(attended, output, residual))
-    if c.has_experts(layer):
-        return g.expert_ffn(layer, x)
     ffn_norm = w(family.ffn_norm) if family.pre_norms else None
-    x = _add(g, x, post[1], lambda residual: g.feed_forward(x, ffn_norm, inputs, down, residual))
+
+    def feed_forward(residual: int | None) -> int:
+        if not c.has_experts_beside(layer):
+            return g.feed_forward(x, ffn_norm, inputs, down, residual)
+        dense = g.norm(g.feed_forward(x, ffn_norm, inputs, down, None), w("post_ffw_norm_1"))
+        return g.add(dense, g.norm(g.mixture(layer, x, residual=False), w("post_ffw_norm_2")))
+
+    if c.has_experts(layer) and not c.has_experts_beside(layer):
+        x = g.expert_ffn(layer, x)
+    else:
+        x = _add(g, x, post[1], feed_forward)
+    if c.layer_input:
+        x = add_layer_input(g, layer, x, keep)
     scale = output_scale(c, layer)
     return x if scale is None else g.scaled_by(x, scale)
 
@@ -63,6 +74,8 @@ def _projections(g: GraphBuilder, layer: int, x: int, norm: str | None) -> Seque
     names = (FUSED_QKV,) if has_fused_qkv(g.config, layer) else ("attn_q", "attn_k", "attn_v")
     if has_keys_as_values(g.config, layer):
         names = ("attn_q", "attn_k", "attn_k")
+    if g.config.shares_kv(layer):
+        names = ("attn_q",)
     weights = [f"blk.{layer}.{name}.weight" for name in names]
     if g.config.family.qk_norm != "row":
         return g.norm_linear(x, norm, weights)

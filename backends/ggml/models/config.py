@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
@@ -15,9 +16,10 @@ from backends.ggml.models.heads import Heads, read_heads
 from backends.ggml.models.metadata import Metadata, ModelError, NotNative
 from backends.ggml.models.mixture import Mixture, read_mixture
 from backends.ggml.models.rope import Rope, read_rope
-from backends.ggml.models.tensors import check_tensors, layer_tensors, optional_tensors
+from backends.ggml.models.tensors import FUSED_QKV, check_tensors, layer_tensors, optional_tensors
 from quant.gguf import GGUFFile
 
+LAYER_INPUT = "embedding_length_per_layer_input"
 VOCABULARY_KEY = "hetero.vocab_size"  # in a file without an embedding, which would say it
 
 
@@ -40,11 +42,13 @@ class ModelConfig:
     """Sizes of a model. `layer_windows[i]` is the attention window of layer i, None for all tokens,
     RECURRENT for none at all, and `layer_ropes[i]` its RoPE, None for none. `delta_net`: of recurrent layers.
 
-    `n_ff` is the width of feed-forwards without experts, 0 where all layers have the `mixture`.
+    `ff_widths[i]` is that of layer i's feed-forward without experts, 0 where it has only the `mixture`.
     Scores s of attention become c tanh(s / c) with c = `attention_softcap`, 0 for none; so do logits, after
     they were multiplied by `logit_scale`. A sublayer's output is multiplied by `residual_scale` before it
     is added. `present` names what the file has of tensors that others of the family may lack. Layers with a
-    window have `window_heads` where these differ from `n_head_kv`, `head_dim_k` and `head_dim_v`.
+    window have `window_heads` where these differ from `n_head_kv`, `head_dim_k` and `head_dim_v`. The last
+    `shared_kv` layers attend keys and values of earlier ones. `layer_input` is the width of what each layer
+    takes in beside its hidden rows (layer_inputs.py), 0 for none.
     """
 
     family: Family
@@ -56,7 +60,7 @@ class ModelConfig:
     n_head_kv: int
     head_dim_k: int
     head_dim_v: int
-    n_ff: int
+    ff_widths: tuple[int, ...]
     n_vocab: int
     mixture: Mixture | None
     norm_eps: float
@@ -72,6 +76,8 @@ class ModelConfig:
     present: frozenset[str]
     window_heads: KVHeads | None = None
     delta_net: DeltaNet | None = None
+    shared_kv: int = 0
+    layer_input: int = 0
 
     def is_recurrent(self, layer: int) -> bool:
         """Whether a layer has a state in place of keys and values."""
@@ -79,6 +85,28 @@ class ModelConfig:
 
     def has_experts(self, layer: int) -> bool:
         return self.mixture is not None and layer >= self.mixture.first_layer
+
+    def has_experts_beside(self, layer: int) -> bool:
+        """Whether a layer has experts and a feed-forward without such."""
+        return self.mixture is not None and self.mixture.options.beside and self.has_experts(layer)
+
+    def shares_kv(self, layer: int) -> bool:
+        return layer >= self.n_layer - self.shared_kv
+
+    def kv_layer(self, layer: int) -> int:
+        """The layer whose keys and values a layer attends: its own, or the last with such of its kind.
+
+        Source: llama_model::create_memory of llama.cpp, for gemma4.
+        """
+        if not self.shares_kv(layer):
+            return layer
+        return self.n_layer - self.shared_kv - (1 if self.layer_windows[layer] is None else 2)
+
+    @property
+    def last_cut(self) -> int:
+        """A stage can begin at this layer or before: those from there on attend the same keys and values."""
+        shared = range(self.n_layer - self.shared_kv, self.n_layer)
+        return min((self.kv_layer(layer) for layer in shared), default=self.n_layer - 1)
 
     def heads_of(self, layer: int) -> KVHeads:
         if self.window_heads is not None and self.layer_windows[layer] is not None:
@@ -128,7 +156,7 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         head_dim_k=heads.kv.dim_k,
         head_dim_v=heads.kv.dim_v,
         window_heads=heads.windowed,
-        n_ff=0 if mixture and not mixture.first_layer else meta.size("feed_forward_length", 1, 1 << 24),
+        ff_widths=_ff_widths(meta, mixture, n_layer),
         n_vocab=_vocabulary(gguf, heads.n_embd, layers),
         mixture=mixture,
         norm_eps=meta.number(norm),
@@ -143,7 +171,11 @@ def read_config(gguf: GGUFFile, layers: tuple[int, int] | None = None) -> ModelC
         layer_ropes=_ropes(meta, family, rope, heads.window_rot, windows),
         present=optional_tensors(gguf.tensors),
         delta_net=read_delta_net(meta) if family.recurrent else None,
+        shared_kv=_shared_kv(meta, family, windows),
+        layer_input=meta.size(LAYER_INPUT, 0, 1 << 16, 0) if family.layer_inputs else 0,
     )
+    if any(f"blk.{i}.{FUSED_QKV}.weight" in config.present for i in range(n_layer) if config.shares_kv(i)):
+        raise NotNative(f"{gguf.path.name}: keys in one matrix with queries, of layers that share others")
     if layers is not None and not 0 <= layers[0] < layers[1] <= n_layer:
         raise ModelError(f"{gguf.path.name}: layers {layers[0]} to {layers[1]} of {n_layer}")
     check_tensors(gguf, config, layers or (0, n_layer), spare)
@@ -160,9 +192,6 @@ def _refuse_unbuilt(meta: Metadata, family: Family) -> None:
         raise NotNative(f"{meta.file}: {meta.prefix}.rope.dimension_sections: RoPE in sections is not built")
     if meta.get("deepstack_mapping") is not None:
         raise NotNative(f"{meta.file}: {meta.prefix}.deepstack_mapping: a vision model is not built")
-    for key in family.unbuilt:
-        if meta.get(key):
-            raise NotNative(f"{meta.file}: {meta.prefix}.{key}: this kind of the family is not built")
 
 
 def _windows(meta: Metadata, family: Family, n_layer: int) -> tuple[int | None, ...]:
@@ -176,6 +205,23 @@ def _windows(meta: Metadata, family: Family, n_layer: int) -> tuple[int | None, 
         return tuple(window if flag else None for flag in pattern[:n_layer])
     period = meta.size("attention.sliding_window_pattern", 1, 4096, family.window_pattern)
     return tuple(None if layer % period == period - 1 else window for layer in range(n_layer))
+
+
+def _ff_widths(meta: Metadata, mixture: Mixture | None, n_layer: int) -> tuple[int, ...]:
+    dense = n_layer if mixture is None or mixture.options.beside else mixture.first_layer
+    widths = meta.sizes("feed_forward_length", 1, 1 << 24, n_layer) if dense else ()
+    return (*widths[:dense], *(0 for _ in range(n_layer - dense)))
+
+
+def _shared_kv(meta: Metadata, family: Family, windows: Sequence[int | None]) -> int:
+    """The last layers that share keys and values; two before them, one with a window and one without, have
+    those."""
+    key = "attention.shared_kv_layers"
+    count = meta.size(key, 0, max(0, len(windows) - 2), 0) if family.shared_kv else 0
+    own, shared = windows[: len(windows) - count], windows[len(windows) - count :]
+    if count and (any(own[-1 if w is None else -2] != w for w in shared)):
+        raise meta.error(key, count, "so that layers with a window and without one precede those that share")
+    return count
 
 
 def _ropes(

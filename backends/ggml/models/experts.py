@@ -10,19 +10,25 @@ llama.cpp. ggml sorts stably up to 16 experts only; beyond, which of equals is u
 from __future__ import annotations
 
 import re
+from collections.abc import Container
 from typing import TYPE_CHECKING
 
 from backends.ggml.lib import WORD_NB, word_of
-from backends.ggml.models.mixture import SMALLEST_SUM, Mixture, expert_weights
+from backends.ggml.models.mixture import FUSED_EXPERTS, SMALLEST_SUM, Mixture, expert_weights
+from backends.ggml.models.tensors import EXPERT_SCALE, ROUTER_SCALE, experts_of
 
 if TYPE_CHECKING:
     from backends.ggml.graph import GraphBuilder
 
 
-def expert_group(name: str) -> tuple[str, ...]:
-    """The matrices of the layer's mixture, if the named tensor is one of them; else none."""
-    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate_inp|(gate|up|down)_exps)\.weight", name)
-    return expert_weights(int(match[1]))[1:] if match else ()
+def expert_group(name: str, names: Container[str] = ()) -> tuple[str, ...]:
+    """The matrices of the layer's mixture, if the named tensor is one of them; else none. `names`: in the
+    file."""
+    match = re.fullmatch(r"blk\.(\d+)\.ffn_(gate_inp|(gate|up|gate_up|down)_exps)\.weight", name)
+    if match is None:
+        return ()
+    fused = f"blk.{match[1]}.{FUSED_EXPERTS}.weight" in names
+    return expert_weights(int(match[1]), fused=fused)[1:]
 
 
 def build_expert_ffn(g: GraphBuilder, layer: int, x: int) -> int:
@@ -50,12 +56,15 @@ def build_mixture(g: GraphBuilder, layer: int, x: int, residual: bool) -> int:
     """What its experts make of x, [n_embd, T]; with `residual` plus x."""
     lib, ctx, c, m = g.lib, g.context, g.config, g.config.mixture
     assert m is not None
-    w, rows = expert_weights(layer, c.family.ffn_norm), g.rows_of(x)
-    normed = g.norm(x, w.norm)
-    ids, shares = _route(g, m, layer, g.linear(normed, w.router))
+    w, rows = experts_of(c, layer), g.rows_of(x)
+    normed = routed = g.norm(x, w.norm)
+    if m.options.beside:
+        routed = g.scaled(g.norm(x, f"blk.{layer}.{ROUTER_SCALE}"), c.n_embd**-0.5)
+    ids, shares = _route(g, m, layer, g.linear(routed, w.router))
 
     normed = lib.reshape_3d(ctx, normed, c.n_embd, 1, rows)
-    active = g.activate(g.expert_linear(normed, w.gate, ids), g.expert_linear(normed, w.up, ids))
+    inputs = dict.fromkeys((w.gate, w.up))  # one where both are in one tensor
+    active = g.activate(*(g.expert_linear(normed, name, ids) for name in inputs))
     outputs = lib.mul(ctx, g.expert_linear(active, w.down, ids), shares)  # [n_embd, used, T]
     to_slot, to_row, size = (word_of(outputs, WORD_NB + i) for i in (1, 2, 3))
     slots = [
@@ -87,7 +96,14 @@ def _route(g: GraphBuilder, m: Mixture, layer: int, logits: int) -> tuple[int, i
     if m.normed:
         total = lib.clamp(ctx, lib.sum_rows(ctx, shares), SMALLEST_SUM, float("inf"))
         shares = lib.div(ctx, shares, total)
-    return ids, lib.reshape_3d(ctx, g.scaled(shares, m.scale * g.config.residual_scale), 1, m.used, rows)
+    shares = lib.reshape_3d(ctx, g.scaled(shares, m.scale * g.config.residual_scale), 1, m.used, rows)
+    scale = f"blk.{layer}.{EXPERT_SCALE}"
+    if scale in g.weights:
+        column = lib.reshape_2d(ctx, g.weights.tensor(scale), 1, m.count)
+        flat = lib.reshape_2d(ctx, lib.cont(ctx, ids), m.used * rows, 1)
+        chosen = lib.reshape_3d(ctx, lib.get_rows(ctx, column, flat), 1, m.used, rows)
+        shares = lib.mul(ctx, shares, chosen)
+    return ids, shares
 
 
 def _keep_groups(g: GraphBuilder, m: Mixture, scores: int) -> int:

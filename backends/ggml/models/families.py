@@ -29,8 +29,9 @@ class Family:
     scale; else they are multiplied. `mixture`: what the family's mixtures of experts have, None if it has
     none. `sinks`: attention has a sink for each head. `value_norm`: RMS norm of value heads, without a
     weight, and keys in place of values where a layer has none. `unscaled_scores`: of attention.
-    `window_heads`: layers with a window have heads of their own sizes. `unbuilt`: metadata of those members
-    of the family that there is no builder for.
+    `window_heads`: layers with a window have heads of their own sizes. `layer_inputs`: tokens
+    have an input for each layer beside their embedding (layer_inputs.py), where the file says how wide.
+    `shared_kv`: the last layers, as many as the file says, attend keys and values of earlier ones.
     `recurrent`: most layers are gated delta nets (delta_net.py). `gated_attention`: the query matrix gives a
     gate for each head's output too.
     """
@@ -63,7 +64,8 @@ class Family:
     value_norm: bool = False
     unscaled_scores: bool = False
     window_heads: bool = False
-    unbuilt: tuple[str, ...] = ()
+    layer_inputs: bool = False
+    shared_kv: bool = False
 
 
 FAMILIES: dict[str, Family] = {
@@ -124,7 +126,7 @@ FAMILIES: dict[str, Family] = {
         ),
         Family(
             "gemma4",
-            "Gemma 4 31B (text)",
+            "Gemma 4 (text)",
             rope_neox=True,
             qk_norm="heads",
             value_norm=True,
@@ -137,7 +139,9 @@ FAMILIES: dict[str, Family] = {
             window_rope_scaled=False,
             window_heads=True,
             logit_softcap=30.0,
-            unbuilt=("embedding_length_per_layer_input", "attention.shared_kv_layers", "expert_count"),
+            layer_inputs=True,
+            shared_kv=True,
+            mixture=MixtureOptions(required=False, beside=True),
         ),
         Family("phi3", "Phi 3 to 4", rope_neox=True, ffn="fused"),
         Family("granite", "Granite 3 to 4", rope_neox=False, no_rope="switch", divide_logits=True),

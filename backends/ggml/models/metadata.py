@@ -34,6 +34,15 @@ class Metadata:
             raise self.error(key, value, f"an integer between {low} and {high}")
         return value
 
+    def sizes(self, key: str, low: int, high: int, count: int) -> tuple[int, ...]:
+        """One for each of `count` layers, of a number for all or a list."""
+        value = self.get(key)
+        if not isinstance(value, list):
+            return (self.size(key, low, high),) * count
+        if len(value) < count or not all(type(n) is int and low <= n <= high for n in value):
+            raise self.error(key, value, f"{count} integers between {low} and {high}")
+        return tuple(value[:count])
+
     def number(self, key: str, default: float | None = None) -> float:
         value = self.get(key)
         if value is None and default is not None:

@@ -26,6 +26,7 @@ Gating = Literal["softmax", "sigmoid", "chosen"]  # of all logits, of each, soft
 MAX_EXPERTS = 1024  # as upstream
 SMALLEST_SUM = 2.0**-14  # of the chosen experts' shares, so that nothing is divided by zero
 OAI_ALPHA, OAI_LIMIT = 1.702, 7.0  # of gpt-oss' activation, as upstream
+FUSED_EXPERTS = "ffn_gate_up_exps"
 GATINGS: dict[int, Gating] = {1: "softmax", 2: "sigmoid", 3: "chosen"}  # of key expert_gating_func
 
 
@@ -38,7 +39,8 @@ class MixtureOptions:
     sum, None where the file says. `gating`: where the file does not say. `shared`: whether one more expert
     may serve all tokens; `shared_gate`: its output is weighed with the sigmoid of a product.
     `selection_bias`: a bias chooses experts but does not weigh them. `biases`: of the experts'
-    matrices.
+    matrices. `beside`: of a dense feed-forward, each with norms of its own; the router's is scaled by
+    1 / sqrt(n_embd), and experts' outputs by a number each where the file has these.
     """
 
     required: bool = True
@@ -49,6 +51,7 @@ class MixtureOptions:
     shared_gate: bool = False
     selection_bias: bool = False
     biases: bool = False
+    beside: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -77,7 +80,8 @@ class Mixture:
 
 
 class ExpertWeights(NamedTuple):
-    """Tensor names of one layer; gate, up and down are [row length, rows, experts]."""
+    """Tensor names of one layer; gate, up and down are [row length, rows, experts]. Where gate and up are in
+    one tensor, one above the other, both name it."""
 
     norm: str
     router: str
@@ -86,8 +90,9 @@ class ExpertWeights(NamedTuple):
     down: str
 
 
-def expert_weights(layer: int, norm: str = "ffn_norm") -> ExpertWeights:
-    names = (norm, "ffn_gate_inp", "ffn_gate_exps", "ffn_up_exps", "ffn_down_exps")
+def expert_weights(layer: int, norm: str = "ffn_norm", fused: bool = False) -> ExpertWeights:
+    inputs = (FUSED_EXPERTS, FUSED_EXPERTS) if fused else ("ffn_gate_exps", "ffn_up_exps")
+    names = (norm, "ffn_gate_inp", *inputs, "ffn_down_exps")
     return ExpertWeights(*(f"blk.{layer}.{name}.weight" for name in names))
 
 

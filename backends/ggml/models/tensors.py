@@ -8,8 +8,9 @@ from typing import TYPE_CHECKING
 
 from backends.ggml.lib import TYPE_F32
 from backends.ggml.models.delta_net import CONVOLUTION
+from backends.ggml.models.layer_inputs import EMBEDDINGS, NORM, PROJECTION
 from backends.ggml.models.metadata import ModelError
-from backends.ggml.models.mixture import expert_weights
+from backends.ggml.models.mixture import FUSED_EXPERTS, ExpertWeights, expert_weights
 from quant.gguf import GGUFFile
 from quant.types import GGML_TYPES
 
@@ -18,13 +19,14 @@ if TYPE_CHECKING:
 
 EMBEDDING, HEAD, OUTPUT_NORM = "token_embd.weight", "output.weight", "output_norm.weight"
 FUSED_QKV, OUTPUT_SCALE = "attn_qkv", "layer_output_scale"
+ROUTER_SCALE, EXPERT_SCALE = "ffn_gate_inp.scale", "ffn_down_exps.scale"
 Shapes = dict[str, tuple[int, ...]]  # by name; row length first
 
 
 def optional_tensors(names: Iterable[str]) -> frozenset[str]:
     """Those of a file's tensors that decide how the graph is built: biases, fused q, k, v, norms of heads."""
-    weights = (FUSED_QKV, "attn_v", "attn_q_norm", "attn_k_norm", OUTPUT_SCALE)
-    ends = (".bias", *(f".{name}.weight" for name in weights))
+    weights = (FUSED_QKV, "attn_v", "attn_q_norm", "attn_k_norm", OUTPUT_SCALE, FUSED_EXPERTS)
+    ends = (".bias", EXPERT_SCALE, *(f".{name}.weight" for name in weights))
     return frozenset(n for n in names if n.endswith(ends))
 
 
@@ -37,7 +39,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     """A block's tensors by name, as blk.3.attn_q.weight."""
     recurrent = config.is_recurrent(layer)
     shapes = _norms(config) if recurrent else _attention(config, layer) | _norms(config)
-    shapes |= _mixture(config) if config.has_experts(layer) else _feed_forward(config)
+    if config.has_experts(layer):
+        shapes |= _mixture(config, layer)
+    if not config.has_experts(layer) or config.has_experts_beside(layer):
+        shapes |= _feed_forward(config, layer)
     found: Shapes = {}
     if recurrent and config.delta_net is not None:
         found = {f"blk.{layer}.{n}": s for n, s in config.delta_net.tensors(config.n_embd).items()}
@@ -52,6 +57,10 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
     mixture = config.mixture
     if config.has_experts(layer) and mixture is not None and mixture.options.selection_bias:
         found[f"blk.{layer}.exp_probs_b.bias"] = (mixture.count,)
+    if config.has_experts_beside(layer) and mixture is not None:
+        found[f"blk.{layer}.{ROUTER_SCALE}"] = (config.n_embd,)
+        if f"blk.{layer}.{EXPERT_SCALE}" in config.present:
+            found[f"blk.{layer}.{EXPERT_SCALE}"] = (mixture.count,)
     if mixture is not None and mixture.options.biases:
         found |= {bias_of(weight): found[weight][1:] for weight in expert_weights(layer)[2:]}
     return found
@@ -59,9 +68,16 @@ def layer_tensors(config: ModelConfig, layer: int) -> Shapes:
 
 def mixture_tensors(config: ModelConfig, layer: int) -> list[str]:
     """Names of what a layer's chosen experts need: the norm before them, the router, matrices and biases."""
-    names = expert_weights(layer, config.family.ffn_norm)
-    biases = {*map(bias_of, names), f"blk.{layer}.exp_probs_b.bias"}
-    return [name for name in layer_tensors(config, layer) if name in names or name in biases]
+    names = experts_of(config, layer)
+    rest = {f"blk.{layer}.{name}" for name in ("exp_probs_b.bias", ROUTER_SCALE, EXPERT_SCALE)}
+    rest |= set(map(bias_of, names))
+    return [name for name in layer_tensors(config, layer) if name in names or name in rest]
+
+
+def experts_of(config: ModelConfig, layer: int) -> ExpertWeights:
+    """Names of the tensors of a layer's experts, and of the norm before them."""
+    norm = "pre_ffw_norm_2" if config.has_experts_beside(layer) else config.family.ffn_norm
+    return expert_weights(layer, norm, f"blk.{layer}.{FUSED_EXPERTS}.weight" in config.present)
 
 
 def end_tensors(config: ModelConfig, names: Iterable[str], first: bool, last: bool) -> Shapes:
@@ -78,13 +94,25 @@ def end_tensors(config: ModelConfig, names: Iterable[str], first: bool, last: bo
             shapes[HEAD] = (c.n_embd, c.n_vocab)
             if bias_of(HEAD) in c.present:
                 shapes[bias_of(HEAD)] = (c.n_vocab,)
-    return shapes | rope_tensors(config)
+    return shapes | host_tables(c) | common_tensors(c)
 
 
-def rope_tensors(config: ModelConfig) -> Shapes:
-    """What divides the frequencies of RoPE, on every stage."""
-    ropes = [rope for rope in config.layer_ropes if rope is not None]
-    return {name: (rope.n_rot // 2,) for rope in ropes for name in (rope.factors, rope.long_factors) if name}
+def common_tensors(c: ModelConfig) -> Shapes:
+    """What every stage has on its device: factors of RoPE, and what inputs of layers are made with."""
+    ropes = [rope for rope in c.layer_ropes if rope is not None]
+    shapes: Shapes = {
+        name: (rope.n_rot // 2,) for rope in ropes for name in (rope.factors, rope.long_factors) if name
+    }
+    if c.layer_input:
+        shapes |= {PROJECTION: (c.n_embd, c.n_layer * c.layer_input), NORM: (c.layer_input,)}
+    return shapes
+
+
+def host_tables(c: ModelConfig) -> Shapes:
+    """Matrices whose rows every stage looks up in the mapped file, for the inputs of its layers."""
+    if not c.layer_input:
+        return {}
+    return {EMBEDDING: (c.n_embd, c.n_vocab), EMBEDDINGS: (c.n_layer * c.layer_input, c.n_vocab)}
 
 
 def _attention(c: ModelConfig, layer: int) -> Shapes:
@@ -97,6 +125,8 @@ def _attention(c: ModelConfig, layer: int) -> Shapes:
         shapes = {"attn_q": (c.n_embd, queries), "attn_k": (c.n_embd, k), "attn_v": (c.n_embd, v)}
     if has_keys_as_values(c, layer):
         del shapes["attn_v"]
+    if c.shares_kv(layer):
+        shapes = {"attn_q": shapes["attn_q"]}
     shapes["attn_output"] = (c.n_head * heads.dim_v, c.n_embd)
     if c.family.sinks:
         shapes["attn_sinks"] = (c.n_head,)
@@ -104,18 +134,22 @@ def _attention(c: ModelConfig, layer: int) -> Shapes:
         shapes |= {"attn_q_norm": (heads.dim_k,), "attn_k_norm": (heads.dim_k,)}
     elif c.family.qk_norm == "row":
         shapes |= {"attn_q_norm": (q,), "attn_k_norm": (k,)}
+    if c.shares_kv(layer):
+        shapes.pop("attn_k_norm", None)
     return shapes
 
 
 def has_fused_qkv(c: ModelConfig, layer: int) -> bool:
     """Whether a layer's query, key and value matrices are one."""
-    return f"blk.{layer}.{FUSED_QKV}.weight" in c.present and not c.family.recurrent
+    return (
+        f"blk.{layer}.{FUSED_QKV}.weight" in c.present and not c.family.recurrent and not c.shares_kv(layer)
+    )
 
 
 def has_keys_as_values(c: ModelConfig, layer: int) -> bool:
     """Whether a layer's values are its keys, before their norm."""
     names = (f"blk.{layer}.{name}.weight" for name in ("attn_v", FUSED_QKV))
-    return c.family.value_norm and not any(name in c.present for name in names)
+    return c.family.value_norm and not c.shares_kv(layer) and not any(name in c.present for name in names)
 
 
 def output_scale(c: ModelConfig, layer: int) -> str | None:
@@ -131,15 +165,16 @@ def has_head_norms(c: ModelConfig, layer: int) -> bool:
     return c.family.qk_norm == "heads"
 
 
-def _mixture(c: ModelConfig) -> Shapes:
+def _mixture(c: ModelConfig, layer: int) -> Shapes:
     m = c.mixture
     assert m is not None
-    shapes: Shapes = {
-        "ffn_gate_inp": (c.n_embd, m.count),
-        "ffn_gate_exps": (c.n_embd, m.width, m.count),
-        "ffn_up_exps": (c.n_embd, m.width, m.count),
-        "ffn_down_exps": (m.width, c.n_embd, m.count),
-    }
+    inputs: Shapes = dict.fromkeys(("ffn_gate_exps", "ffn_up_exps"), (c.n_embd, m.width, m.count))
+    if f"blk.{layer}.{FUSED_EXPERTS}.weight" in c.present:
+        inputs = {FUSED_EXPERTS: (c.n_embd, 2 * m.width, m.count)}
+    down = (m.width, c.n_embd, m.count)
+    shapes: Shapes = {"ffn_gate_inp": (c.n_embd, m.count), **inputs, "ffn_down_exps": down}
+    if m.options.beside:
+        shapes |= dict.fromkeys(("pre_ffw_norm_2", "post_ffw_norm_1", "post_ffw_norm_2"), (c.n_embd,))
     if m.shared:
         shapes["ffn_gate_shexp"] = shapes["ffn_up_shexp"] = (c.n_embd, m.shared_width)
         shapes["ffn_down_shexp"] = (m.shared_width, c.n_embd)
@@ -148,10 +183,11 @@ def _mixture(c: ModelConfig) -> Shapes:
     return shapes
 
 
-def _feed_forward(c: ModelConfig) -> Shapes:
-    up = 2 * c.n_ff if c.family.ffn == "fused" else c.n_ff
-    gate: Shapes = {"ffn_gate": (c.n_embd, c.n_ff)} if c.family.ffn == "gated" else {}
-    return {**gate, "ffn_up": (c.n_embd, up), "ffn_down": (c.n_ff, c.n_embd)}
+def _feed_forward(c: ModelConfig, layer: int) -> Shapes:
+    width = c.ff_widths[layer]
+    up = 2 * width if c.family.ffn == "fused" else width
+    gate: Shapes = {"ffn_gate": (c.n_embd, width)} if c.family.ffn == "gated" else {}
+    return {**gate, "ffn_up": (c.n_embd, up), "ffn_down": (width, c.n_embd)}
 
 
 def _norms(c: ModelConfig) -> Shapes:
@@ -160,7 +196,11 @@ def _norms(c: ModelConfig) -> Shapes:
         names += ["attn_norm"] if c.family.parallel else ["attn_norm", c.family.ffn_norm]
     if c.family.post_norms:
         names += ["post_attention_norm", "post_ffw_norm"]
-    return dict.fromkeys(names, (c.n_embd,))
+    norms: Shapes = dict.fromkeys(names, (c.n_embd,))
+    if c.layer_input:
+        norms |= {"inp_gate": (c.n_embd, c.layer_input), "proj": (c.layer_input, c.n_embd)}
+        norms["post_norm"] = (c.n_embd,)
+    return norms
 
 
 def check_tensors(gguf: GGUFFile, config: ModelConfig, layers: tuple[int, int], spare: int) -> None:
@@ -181,11 +221,17 @@ def check_tensors(gguf: GGUFFile, config: ModelConfig, layers: tuple[int, int], 
             what = "norms and biases" if len(shape) == 1 else "convolutions"
             raise ModelError(f"{gguf.path.name}: tensor {name} is {kind}; {what} must be F32")
     for name in gguf.tensors:
-        if name in wanted or (spare and _is_beyond(name, config.n_layer)):
+        if name in wanted or (spare and _is_beyond(name, config.n_layer)) or _is_unused(config, name):
             continue
         raise ModelError(
             f"{gguf.path.name}: tensor {name} is not part of family {config.family.architecture}"
         )
+
+
+def _is_unused(config: ModelConfig, name: str) -> bool:
+    """Whether a tensor makes keys and values that a layer would have if it did not share those of another."""
+    match = re.fullmatch(r"blk\.(\d+)\.(attn_k|attn_v|attn_k_norm)\.weight", name)
+    return match is not None and int(match[1]) < config.n_layer and config.shares_kv(int(match[1]))
 
 
 def _is_beyond(name: str, n_layer: int) -> bool:
@@ -198,13 +244,15 @@ __all__ = [
     "Shapes",
     "bias_of",
     "check_tensors",
+    "common_tensors",
     "end_tensors",
+    "experts_of",
     "has_fused_qkv",
     "has_head_norms",
     "has_keys_as_values",
+    "host_tables",
     "layer_tensors",
     "mixture_tensors",
     "optional_tensors",
     "output_scale",
-    "rope_tensors",
 ]
