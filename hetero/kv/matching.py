@@ -172,7 +172,7 @@ def _adopt(kv: KVManager, cursor: Cursor, nodes: Sequence[Node]) -> None:
     plans: list[list[tuple[int, Node, int | None, int | None]]] = []
     loaded: set[int] = set()
     for g, (pool, table) in enumerate(zip(kv.pools, request.block_tables, strict=True)):
-        if first < len(table):  # the block that was being filled: somebody has it whole
+        while first < len(table):  # what was being filled, or guessed: somebody has it whole
             pool.release(table.pop())
             cursor.tail = 0
         plan = []

@@ -165,3 +165,21 @@ def test_a_state_is_not_begun_with_in_the_step_that_writes_it() -> None:
     assert world.kv.match(second) == 0 and world.kv.waits(second)
     world.step()
     assert world.kv.match(second) == 8 and not world.kv.waits(second)
+
+
+def test_guesses_that_came_true_and_are_in_the_cache_are_taken_from_there() -> None:
+    """Blocks of what was guessed stand behind the one that was being filled, and go with it."""
+    world = World(num_states=12)
+    path = list(range(100, 116))
+    world.put(path + [1])
+    known = world.begin([*path[:6]])
+    world.compute(known, chunk=6)
+    world.step()
+    assert world.kv.allocate(known, 11, known=False) == 11  # in three blocks, of which one is half full
+    known.output_token_ids += [*path[6:], 1]
+    world.kv.cut(known, known.num_tokens + 1)
+    assert world.kv.match(known) == 10 and known.num_computed_tokens == 16
+    assert len(known.block_tables[0]) == 4
+    other = world.begin([*path, 1])
+    assert other.num_computed_tokens == 16 and other.block_tables[0][1:] == known.block_tables[0][1:]
+    world.kv.check_invariants()

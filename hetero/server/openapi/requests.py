@@ -47,7 +47,10 @@ from hetero.server.responses import items
 from hetero.server.responses import route as responses
 
 _STREAMED = {"stream": STREAM, "stream_options": body({}, {"include_usage": BOOLEAN})}
-_LAST: dict[str, Schema] = {"model": MODEL, **_STREAMED, **SAMPLING, **OUTPUT}
+PRIORITY = described(integer(-openai.MAX_PRIORITY, openai.MAX_PRIORITY), "Lower numbers come first.")
+_LAST: dict[str, Schema] = {
+    "model": MODEL, **_STREAMED, **SAMPLING, **OUTPUT, "priority": PRIORITY,
+}  # fmt: skip
 
 CHAT = body(
     {"messages": array(ref("Message"), low=1)},
@@ -106,7 +109,7 @@ RESPONSES = body(
         "instructions": STRING, "previous_response_id": STRING, "store": BOOLEAN, "stream": STREAM,
         "max_output_tokens": MAX_TOKENS, "reasoning": body({}, {"effort": EFFORT}),
         "text": body({}, {"format": _TEXT_FORMAT}),
-        "include": array({"not": enum(*responses.UNSUPPORTED_INCLUDES)}),
+        "include": array({"not": enum(*responses.UNSUPPORTED_INCLUDES)}), "priority": PRIORITY,
     },
 )  # fmt: skip
 
@@ -218,7 +221,7 @@ _TEXTS = either(
     array({**TOKEN_IDS, "minItems": 1}, 1, embeddings.MAX_INPUTS),
 )
 _EMBED: dict[str, Schema] = {
-    "model": MODEL, "dimensions": described(integer(1), "Only what the model has."),
+    "model": MODEL, "dimensions": described(integer(1), "Only what the model has."), "priority": PRIORITY,
 }  # fmt: skip
 EMBEDDINGS = body({"input": _TEXTS}, {**_EMBED, "encoding_format": enum("float", "base64")})
 OLLAMA_EMBED = body(
