@@ -171,7 +171,7 @@ def test_guesses_that_came_true_and_are_in_the_cache_are_taken_from_there() -> N
     """Blocks of what was guessed stand behind the one that was being filled, and go with it."""
     world = World(num_states=12)
     path = list(range(100, 116))
-    world.put(path + [1])
+    world.put([*path, 1])
     known = world.begin([*path[:6]])
     world.compute(known, chunk=6)
     world.step()
