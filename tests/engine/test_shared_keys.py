@@ -16,10 +16,12 @@ from driver import Driver
 from engine import answers as served
 from engine.answers import BASE, answers
 from fake_stage import cpu
-from family_tools import PlainStage
+from family_tools import BOUND, PlainStage, relative
+from gguf_tools import Raw, rewrite
 from test_families import VARIANTS
 from test_family_stages import IDS, one_sequence
 from tiny_families import tiny_family
+from tiny_models import libllama_logits, random_tensor
 
 from backends.ggml.devices import open_device
 from backends.ggml.models import read_config
@@ -115,6 +117,20 @@ def test_a_stage_of_what_another_machine_is_sent(path: Path, tmp_path: Path, kin
         stage.close()
     np.testing.assert_allclose(rows, driver.logits(IDS, chunk=len(IDS)), rtol=1e-4, atol=1e-4)
     driver.close()
+
+
+@pytest.mark.parametrize("type_name", ["BF16", "Q4_0", "Q8_0", "IQ4_NL"])
+def test_embeddings_for_each_layer_of_any_type(path: Path, tmp_path: Path, type_name: str):
+    """Unpacked as by libllama."""
+    name = "per_layer_token_embd.weight"
+    shape = open_gguf(path).tensors[name].shape[::-1]
+    table = random_tensor(np.random.default_rng(1), shape, type_name, 0.1)
+    assert isinstance(table, Raw)
+    changed = rewrite(path, tmp_path / "m.gguf", {}, {name: table})
+    driver = Driver(changed, max_tokens=64, threads=1)
+    got, want = driver.logits(IDS, chunk=len(IDS)), libllama_logits(changed, IDS)
+    driver.close()
+    assert relative(got, want) <= BOUND
 
 
 @pytest.mark.parametrize("kind", [GgmlStage, PlainStage])
