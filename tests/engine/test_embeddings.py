@@ -10,6 +10,7 @@ from pathlib import Path
 import llama_cpp.llama_cpp as llama
 import numpy as np
 import pytest
+from tiny_hybrid import tiny_hybrid
 from tiny_models import tiny_model
 
 from hetero import launch
@@ -116,6 +117,13 @@ def test_vectors_are_libllamas(tiny: Path, kind: str) -> None:
         want = want / np.linalg.norm(want)
         assert np.linalg.norm(np.array(got) - want) < 1e-3
         assert abs(np.linalg.norm(got) - 1) < 1e-6
+
+
+def test_recurrent_layers(tmp_path: Path) -> None:
+    path = tiny_hybrid(tmp_path / "hybrid.gguf")
+    for text, got in zip(TEXTS, embedded(path, SMALL, TEXTS, answers=2)[0], strict=True):
+        want = by_libllama(path, text, "mean")
+        assert np.linalg.norm(np.array(got) - want / np.linalg.norm(want)) < 1e-3
 
 
 def test_a_real_model(smollm2_path: Path) -> None:
