@@ -84,10 +84,16 @@ class Sequences:
         if not self._keeps:
             length = 0
         target = self._free(source if length else -1)
+        if target is None:  # every other one is in use
+            if self._memory.cut(source, length):
+                self._all[source] = _Sequence(tokens[:length].copy(), used=self._step)
+                return source, length
+            target, length = source, 0
         self._clear(target)
         if length:
             self._memory.copy(source, target, length)
-            self._all[source].used = self._step
+            own = self._all[source]
+            own.used = max(own.used, self._step - 1)  # of use lately, and still free for another request
         self._all[target] = _Sequence(tokens[:length].copy(), used=self._step)
         return target, length
 
@@ -131,9 +137,10 @@ class Sequences:
             return self._writer[blocks[(length - 1) // BLOCK_SIZE]] == source
         return bool(length % BLOCK_SIZE) and self._writer[blocks[length // BLOCK_SIZE]] == source
 
-    def _free(self, keep: int) -> int:
+    def _free(self, keep: int) -> int | None:
+        """The least useful one that this step does not use, and that is not `keep`. None: there is none."""
         idle = (i for i, s in enumerate(self._all) if s.used < self._step and i != keep)
-        return min(idle, key=self._worth)
+        return min(idle, key=self._worth, default=None)
 
     def _worth(self, sequence: int) -> tuple[bool, bool, int]:
         """The least first: empty ones, those whose blocks others have written over, the longest unused."""

@@ -176,7 +176,7 @@ class Loop:
 def test_answers_never_depend_on_who_else_is_there(seed: int, states: bool) -> None:
     rng = random.Random(seed)
     seqs = rng.randint(1, 6)
-    loop = Loop(rng, states, rng.randint(12, 40), rng.randint(1, 6), seqs, rng.choice((16, 33, 64)))
+    loop = Loop(rng, states, rng.randint(12, 40), rng.randint(0, 6), seqs, rng.choice((16, 33, 64)))
     known: list[list[int]] = [[]]
     for _ in range(rng.randint(3, 14)):
         start = rng.choice(known)
@@ -357,3 +357,15 @@ def test_a_copied_block_is_nobodys() -> None:
     context.sequences[1] = []
     assert sequences.take(known, blocks, *sequences.source(known, blocks)) == (1, 18)
     assert [len(held) for held in context.sequences] == [20, 18]
+
+
+def test_the_last_sequence_is_taken_from_whom_it_was_of() -> None:
+    """With as many requests in a step as sequences, one may find its beginning in the only one that is left."""
+    sequences, context = written(2)
+    nothing, blocks = np.empty(0, np.int32), np.array([9], np.int32)
+    assert sequences.take(nothing, blocks, 0, 0) == (0, 0)
+    known, blocks = np.ones(16, np.int32), np.array([7, 8], np.int32)
+    assert sequences.source(known, blocks) == (1, 16)
+    assert sequences.take(known, blocks, 1, 16) == (1, 16)
+    assert [len(held) for held in context.sequences] == [0, 16]
+    sequences.check_invariants()
