@@ -32,7 +32,7 @@
 #define FOLDERS 5
 #define MAGIC "hetero file 1\n\0\0"
 
-/* As in hetero/package/layout.py. */
+/* As in quant/one_file.py. */
 struct footer {
     char magic[16];
     uint64_t app_offset, app_size, app_unpacked, index_offset, index_size;

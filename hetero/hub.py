@@ -12,6 +12,7 @@ so files are written here.
 
 from __future__ import annotations
 
+import glob
 import hashlib
 import os
 import re
@@ -114,7 +115,7 @@ def _fetch(name: HubName, file: HubFile, folder: Path, show: Callable[[str, int]
         with FileLock(folder / f".{file.name}.lock", timeout=0):
             if _is_same(target, file, show):
                 return
-            for old in folder.glob(f".{file.name}.*.part"):
+            for old in folder.glob(f".{glob.escape(file.name)}.*.part"):
                 if old != part or old.is_symlink():  # of a file that the repository has replaced
                     old.unlink(missing_ok=True)
             cached = _in_cache(name, file, show)
