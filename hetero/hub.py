@@ -158,9 +158,15 @@ def _link_or_copy(source: Path, target: Path) -> None:
 
 
 def _download_part(name: HubName, file: HubFile, part: Path, show: Callable[[str, int], None]) -> None:
+    from huggingface_hub import constants
     from huggingface_hub.file_download import hf_hub_url, http_get
     from huggingface_hub.utils import build_hf_headers
 
+    if file.nbytes > constants.MAX_HTTP_DOWNLOAD_SIZE:
+        raise ModelError(
+            f"{name}: {file.name} has {format_size(file.nbytes)}, more than the hub sends this way; get it "
+            f"with 'hf download {name.repo_id} {file.path}', where it is found, or take a split one"
+        )
     with part.open("a+b") as opened:
         growing = _Growing(opened, file.nbytes, show)
         free = shutil.disk_usage(part.parent).free

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import secrets
 import socket
 import subprocess
 import time
@@ -18,6 +20,8 @@ from hetero.settings import flag_name
 START_SECONDS = 600.0
 STOP_SECONDS = 30.0
 _POLL_SECONDS = 0.05
+# What these servers are asked with, whatever keys a hetero.toml has. Not a flag: those all users can see.
+KEY = secrets.token_urlsafe(24)
 
 
 class StartError(Exception):
@@ -25,25 +29,34 @@ class StartError(Exception):
 
 
 def flags(settings: Mapping[str, Any]) -> list[str]:
-    """The command line that gives these settings: by name, as they were given; a list gives several flags."""
+    """The command line that gives these settings: by name, as they were given; a list gives several flags.
+
+    Without keys to the API.
+    """
     found = [settings["model"]] if settings.get("model") else []
     for name, value in settings.items():
         for each in value if isinstance(value, tuple) else (value,):
-            if name != "model":
+            if name not in ("model", "api_key"):
                 found += [flag_name(name), str(each)]
     return found
 
 
 @contextlib.contextmanager
 def serving(settings: Mapping[str, Any], log: Path) -> Iterator[str]:
-    """The URL of a healthy server. What it prints goes to `log`. Raises StartError.
+    """The URL of a healthy server, which wants KEY. What it prints goes to `log`. Raises StartError.
 
     Ctrl-C reaches the server, too: it is in the same group, and stops.
     """
     port = _free_port()
     command = [*own_command(), "serve", *flags(settings), "--port", str(port), "--log-level", "warning"]
     with log.open("wb") as output:
-        process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL)
+        process = subprocess.Popen(
+            command,
+            stdout=output,
+            stderr=subprocess.STDOUT,
+            stdin=subprocess.DEVNULL,
+            env={**os.environ, "HETERO_API_KEY": KEY},
+        )
         try:
             _wait(process, f"http://127.0.0.1:{port}", log)
             yield f"http://127.0.0.1:{port}"
@@ -95,4 +108,4 @@ def measure_kl(model: str, settings: Mapping[str, Any], kv_type: str, tokens: in
         raise StartError((done.stderr.strip().splitlines() or ["no output"])[-1]) from None
 
 
-__all__ = ["StartError", "flags", "measure_kl", "serving"]
+__all__ = ["KEY", "StartError", "flags", "measure_kl", "serving"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import platform
+import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -75,8 +76,11 @@ def _cannot_chat(models: dict[str, Any], props: dict[str, Any]) -> bool:
 
 
 def _few(props: dict[str, Any]) -> dict[str, Any]:
-    """Without what is long and says nothing about speed."""
-    return {k: v for k, v in props.items() if not isinstance(v, str) or len(v) < 300}
+    """Without what is long and says nothing about speed, and without the folder that the model is in."""
+    few = {k: v for k, v in props.items() if not isinstance(v, str) or len(v) < 300}
+    if isinstance(path := few.get("model_path"), str):
+        few["model_path"] = re.split(r"[/\\]", path)[-1]
+    return few
 
 
 async def _get(session: aiohttp.ClientSession, url: str) -> dict[str, Any] | None:

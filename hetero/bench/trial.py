@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero.bench.load import Load, run_load
-from hetero.bench.own_server import StartError, serving
+from hetero.bench.own_server import KEY, StartError, serving
 from hetero.bench.results import Limits, Summary, summarize
 from hetero.bench.search import Choice
 from hetero.bench.server_info import ServerError, find_out
@@ -85,7 +85,7 @@ def run_trial(
     outcome = Outcome(choice, seed, None, log=log.name)
     try:
         with serving({**given, **dict(choice)}, log) as url:
-            info = asyncio.run(find_out(url, name, None, _key(given), None, True, 0.0))
+            info = asyncio.run(find_out(url, name, None, KEY, None, True, 0.0))
             answers = _probe(info.target, traffic)
             if answers is None:
                 return replace(outcome, rejected="a probe was not answered")
@@ -127,8 +127,3 @@ def _probe(target: Any, traffic: Traffic) -> str | None:
         return None
     texts = [record.text for record in sorted(run.records, key=lambda r: r.session)]
     return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
-
-
-def _key(given: Mapping[str, Any]) -> str | None:
-    keys = given.get("api_key") or ()
-    return keys[0] if keys else None

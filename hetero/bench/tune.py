@@ -64,13 +64,16 @@ class Tuning:
             differing = [k for k in head if before.get(k) != head[k]]
             if differing:
                 raise TuneError(f"{self.folder}: holds another search: {', '.join(differing)} differ")
-            lines = trials.read_text(encoding="utf-8").splitlines() if trials.exists() else []
+            text = trials.read_text(encoding="utf-8") if trials.exists() else ""
+            if text and not text.endswith("\n"):  # the last line was cut off; the next has one of its own
+                with trials.open("a", encoding="utf-8") as file:
+                    file.write("\n")
         except (OSError, ValueError) as error:
             raise TuneError(f"{self.folder}: {error}") from None
-        for line in lines:
+        for line in text.splitlines():
             try:
                 found = json.loads(line)
-            except ValueError:  # the last one, cut off
+            except ValueError:  # it was cut off
                 continue
             if "kl" in found:
                 self.kl[found["kv_type"]] = found["kl"]

@@ -18,7 +18,7 @@ from hetero.bench.distributions import Lengths, arrival_times, parse_lengths
 from hetero.bench.experiment import run_of
 from hetero.bench.load import Load, Run, run_load
 from hetero.bench.results import Limits, parse_limits, summarize
-from hetero.bench.server_info import find_out
+from hetero.bench.server_info import _few, find_out
 from hetero.bench.workload import WORKLOADS, Sizes, WorkloadError, find_workload, read_jsonl, text_of_blocks
 
 
@@ -89,6 +89,14 @@ def test_a_record_gives_its_numbers_again_and_has_no_text(tmp_path: Path):
             again.ttft == result["summary"]["ttft"] and again.output_rate == result["summary"]["output_rate"]
         )
     assert not any(text[:40] in out.read_text() for text in asked)
+
+
+@pytest.mark.parametrize("path", ["/home/me/models/m.gguf", "C:\\Users\\me\\m.gguf", "m.gguf"])
+def test_a_record_does_not_say_where_the_model_is(path: str):
+    assert _few({"model_path": path, "total_slots": 4, "chat_template": "x" * 300}) == {
+        "model_path": "m.gguf",
+        "total_slots": 4,
+    }
 
 
 def test_servers_are_compared_on_the_same_text():

@@ -232,6 +232,13 @@ def test_offline_and_unreachable(hub: Hub, tmp_path: Path, monkeypatch: pytest.M
         get("hf:me/tiny-GGUF", tmp_path)
 
 
+def test_more_than_the_hub_sends(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr("huggingface_hub.constants.MAX_HTTP_DOWNLOAD_SIZE", 1000)
+    with pytest.raises(ModelError, match=r"'hf download me/tiny-GGUF tiny-Q8_0\.gguf', where it is found"):
+        get("hf:me/tiny-GGUF:Q8_0", tmp_path)
+    assert hub.downloads == [] and left_in(tmp_path) == []
+
+
 def test_a_full_disk(hub: Hub, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("hetero.hub.shutil.disk_usage", lambda path: type("Usage", (), {"free": 1000}))
     with pytest.raises(ModelError, match=r"750.0 KiB are still to come, 1000 B are free"):

@@ -360,7 +360,7 @@ def test_a_copied_block_is_nobodys() -> None:
 
 
 def test_the_last_sequence_is_taken_from_whom_it_was_of() -> None:
-    """With as many requests in a step as sequences, one may find its beginning in the only one that is left."""
+    """With as many requests in a step as sequences, one may find its beginning in the only one left."""
     sequences, context = written(2)
     nothing, blocks = np.empty(0, np.int32), np.array([9], np.int32)
     assert sequences.take(nothing, blocks, 0, 0) == (0, 0)
