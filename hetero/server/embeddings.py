@@ -59,9 +59,10 @@ async def ollama(body: dict[str, Any], context: Context) -> web.Response:
     `truncate` asks for that. Raises ApiError or RequestError."""
     fields, start = _begin(body, context), time.perf_counter_ns()
     given, found = body.get("input"), Embedded([], 0)
+    truncate = fields.boolean("truncate")
     if given not in (None, [], ""):
         prompts = await _inputs(given, "input", context)
-        if fields.boolean("truncate"):
+        if truncate:
             prompts = [prompt[: context.engine.info.n_ctx - 1] for prompt in prompts]
         found = await _embed(prompts, "input", fields, context)
     rest = {

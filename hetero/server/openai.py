@@ -29,8 +29,9 @@ def refuse_unsupported(fields: Fields, table: dict[str, Any] = UNSUPPORTED) -> N
     """400 naming the first field of `table` that asks for something."""
     for name, neutral in table.items():
         value = fields.body.get(name)
-        if value is not None and value != neutral:
-            raise bad_field(name, "not supported by this server", code="unsupported_parameter")
+        # False equals 0 in Python, not in JSON
+        if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
+            raise bad_field(fields.name(name), "not supported by this server", code="unsupported_parameter")
 
 
 def sampling_params(

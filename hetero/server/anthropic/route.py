@@ -102,7 +102,8 @@ def _tool_choice(fields: Fields, tools: list[Tool]) -> tuple[ToolChoice, bool]:
 def _output(fields: Fields) -> Output | None:
     """`output_config.format`, or `output_format` as it was called in beta."""
     config = Fields(fields.object("output_config") or {}, "output_config.")
-    given = config.object("format") or fields.object("output_format")
+    now, before = config.object("format"), fields.object("output_format")
+    given = before if now is None else now
     if given is None:
         return None
     if given.get("type") != "json_schema":

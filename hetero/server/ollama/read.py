@@ -63,9 +63,7 @@ def refuse_generate(fields: Fields) -> None:
 def read_params(fields: Fields, context: Context) -> SamplingParams:
     """`options`, with Ollama's defaults. Options of loading a model mean nothing here: it is loaded."""
     given = Fields(fields.object("options") or {}, "options.")
-    for name, neutral in UNSUPPORTED_OPTIONS.items():
-        if given.has(name) and given.body[name] != neutral:
-            raise bad_field(given.name(name), "not supported by this server", code="unsupported_parameter")
+    openai.refuse_unsupported(given, UNSUPPORTED_OPTIONS)
     limit = given.integer("num_predict")
     options: Mapping[str, Any] = {**DEFAULTS, **{k: v for k, v in given.body.items() if v is not None}}
     return openai.sampling_params(
