@@ -130,7 +130,8 @@ _ANTHROPIC: dict[str, Schema] = {
     ),
     "thinking": body({"type": enum("enabled", "disabled", "adaptive")}, {"budget_tokens": integer(0)}),
     "output_config": body({}, {"format": _FORMAT, "effort": enum(*anthropic.EFFORTS)}),
-    "output_format": described(OBJECT, "As output_config.format, which goes before it."), **neutral(anthropic.UNSUPPORTED),
+    "output_format": described(OBJECT, "As output_config.format, which goes before it."),
+    **neutral(anthropic.UNSUPPORTED),
 }  # fmt: skip
 _ANTHROPIC_MESSAGES = array(body({"role": enum(*anthropic_messages.ROLES), "content": _BLOCKS}, {}), low=1)
 MESSAGES = body({"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1)}, {**_ANTHROPIC, "stream": STREAM})
