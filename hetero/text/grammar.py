@@ -21,6 +21,7 @@ from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around
 CACHED_GRAMMARS = 64
 CACHED_CHARS = 1 << 18  # of their sources; a compiled one takes up to 400 times as much
 RELAXED_TOOLS = 1024
+MAX_TOOLS_CHARS = 1 << 20  # of the schemas of all tools of a request; a schema of these takes milliseconds
 # Room for an object of 5000 properties (OpenAI's bound); a mask then takes about 10 ms.
 _LIMITS = LLParserLimits(
     max_grammar_size=200_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
@@ -90,6 +91,8 @@ class GrammarCompiler:
         inner = grammar_of(output)
         if inner is None and not tools:
             return None
+        if sum(len(json.dumps(tool["function"].get("parameters"))) for tool in tools) > MAX_TOOLS_CHARS:
+            raise OutputError(f"their schemas have more than {MAX_TOOLS_CHARS} characters in all", "tools")
         grammars = [] if inner is None else [{"name": "output", **inner}]
         calls = ForcedCalls([self._arguments(tool["function"]) for tool in tools], several) if tools else None
         outer = around(template, prompt_tail, self._mark_token, calls, inner is not None)

@@ -22,7 +22,7 @@ from hetero.request import FinishReason, Request
 
 log = logging.getLogger(__name__)
 
-MAX_WAITING = 100_000  # events; more are dropped, and the drop is told: a trace never holds up the engine
+MAX_WAITING = 100_000  # events; further steps are dropped, which is told: a trace never holds up the engine
 KEEP_SECONDS = 30.0  # for which a finished request waits for its answer to be sent
 
 
@@ -96,6 +96,10 @@ class Tracer:
         self._put(("queued", request, request.arrival_time))
 
     def step(self, done: StepDone) -> None:
+        """Dropped where too much waits; of a request nothing is, since what began has to end."""
+        if self._events.qsize() >= MAX_WAITING:
+            self.num_dropped += 1
+            return
         self._put(("step", done))
 
     def finished(self, request: Request) -> None:
@@ -111,9 +115,6 @@ class Tracer:
         self._thread.join()
 
     def _put(self, event: tuple[Any, ...]) -> None:
-        if self._events.qsize() >= MAX_WAITING:
-            self.num_dropped += 1
-            return
         self._events.put(event)
 
     # -- the thread --------------------------------------------------------------------------------------
@@ -127,7 +128,7 @@ class Tracer:
         for timeline in list(self._timelines.values()):
             self._tell_request(timeline)
         if self.num_dropped:
-            log.warning("%d events of the trace were dropped: the disk could not keep up", self.num_dropped)
+            log.warning("%d steps of the trace were dropped: the disk could not keep up", self.num_dropped)
         self._tell(lambda sink: sink.close())
 
     def _tell_request(self, timeline: Timeline) -> None:
@@ -192,7 +193,8 @@ class Tracer:
             self._end(request.request_id)
         else:
             self._unsent[request.request_id] = now
-        for request_id, since in list(self._unsent.items()):
+        while self._unsent:
+            request_id, since = next(iter(self._unsent.items()))
             if now - since < KEEP_SECONDS:
                 break
             self._end(request_id)

@@ -45,6 +45,16 @@ async def test_what_is_recorded_can_be_played_again(tmp_path: Path) -> None:
     ]
 
 
+async def test_an_answer_that_is_cut_at_its_indent_is_recorded(tmp_path: Path) -> None:
+    async with running(FakeEngine("    a\nb")) as client:
+        task = asyncio.create_task(record(client.base, None, 0.8, tmp_path / "a", lambda count: None))
+        await until(lambda: client.app[RECORDER]._recordings)
+        reply = await client.post("/completion", {"prompt": "hi", "n_indent": 4})
+        assert await task == 1
+    line = json.loads((tmp_path / "a").read_text())
+    assert reply.json["content"] == "    a\n" and line["output_tokens"] == reply.json["tokens_predicted"] == 7
+
+
 async def test_names_are_a_recordings_own(tmp_path: Path) -> None:
     async with running(FakeEngine()) as client:
         tasks = [

@@ -254,3 +254,13 @@ def test_schemas_at_random(writer, compiler):
 
     check()
     assert valid[0] > scaled(30, 400)
+
+
+def test_what_all_tools_may_hold_in_all(compiler):
+    parameters = {"type": "object", "description": "x" * 1000}
+    tools = [
+        {"type": "function", "function": {"name": f"t{i}", "parameters": parameters}} for i in range(1100)
+    ]
+    with pytest.raises(OutputError, match="tools: their schemas have more than 1048576 characters") as error:
+        compiler.compile(None, tools=tools)
+    assert error.value.field == "tools"

@@ -113,6 +113,17 @@ def test_sent_may_come_before_the_end_is_known() -> None:
     assert notes.timelines["r"].sent is not None
 
 
+def test_where_too_much_waits_steps_are_dropped_and_requests_end(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr("hetero.trace.tracer.MAX_WAITING", 0)
+    notes = Notes()
+    engine = run(lambda engine: Tracer([notes], engine.clock))
+    assert notes.steps == [] and set(notes.timelines) == {f"r{i}" for i in range(6)}
+    assert notes.timelines["r0"].finished is not None and notes.timelines["r0"].first_step is None
+    assert f"{engine.stats().steps} steps of the trace were dropped" in caplog.text
+
+
 def test_a_sink_that_fails_is_dropped_and_nothing_else_happens(caplog: pytest.LogCaptureFixture) -> None:
     class Full(Notes):
         def step(self, done: StepDone) -> None:

@@ -78,4 +78,6 @@ class EndingGeneration(Generation):
             yield replace(piece, parts=[TextPart(kept)] if kept else [], finish="length" if last else None)
             if last:
                 self.usage.completion_tokens += count[0]
+                if self._ended is not None:
+                    self._ended(0, replace(piece.delta, num_output_tokens=count[0]))
                 return
