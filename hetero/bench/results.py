@@ -6,7 +6,6 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import numpy as np
 
@@ -130,9 +129,3 @@ def _spread(values: Sequence[float]) -> dict[str, float]:
 def _cause(error: str) -> str:
     """Errors that differ in numbers only are of one kind."""
     return re.sub(r"\d{4,}", "N", error)[:120]
-
-
-def as_dict(summary: Summary) -> dict[str, Any]:
-    from dataclasses import asdict
-
-    return asdict(summary)

@@ -101,23 +101,30 @@ def _record(urls: Sequence[str], options: Options) -> int:
 def make_plan(options: Options) -> Plan:
     """Raises UsageError or WorkloadError naming the option."""
     workload = find_workload(options.workload)
-    sizes = Sizes(
-        lengths("--prompt-tokens", options.prompt_tokens), lengths("--output-tokens", options.output_tokens)
-    )
-    try:
-        limits = Limits() if options.slo is None else parse_limits(options.slo)
-    except ValueError as error:
-        raise UsageError(f"--slo: {error}") from None
+    sizes, limits = sizes_of(options.prompt_tokens, options.output_tokens), limits_of(options.slo)
     sessions = options.sessions or (len(workload.recorded) if isinstance(workload, Recorded) else SESSIONS)
     loads = _loads(options, workload)
     return Plan(workload, sizes, loads, sessions, options.warm_up, options.repeat, options.seed, limits)
 
 
-def lengths(flag: str, text: str | None) -> Lengths | None:
+def sizes_of(prompt_tokens: str | None, output_tokens: str | None) -> Sizes:
+    """What the options of these names say. Raises UsageError."""
+    return Sizes(_lengths("--prompt-tokens", prompt_tokens), _lengths("--output-tokens", output_tokens))
+
+
+def _lengths(flag: str, text: str | None) -> Lengths | None:
     try:
         return None if text is None else parse_lengths(text)
     except ValueError as error:
         raise UsageError(f"{flag}: {error}") from None
+
+
+def limits_of(slo: str | None) -> Limits:
+    """What --slo says. Raises UsageError."""
+    try:
+        return Limits() if slo is None else parse_limits(slo)
+    except ValueError as error:
+        raise UsageError(f"--slo: {error}") from None
 
 
 def _loads(options: Options, workload: Workload | Recorded) -> tuple[Load, ...]:

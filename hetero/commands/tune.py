@@ -9,12 +9,11 @@ from typing import Any
 
 from hetero.bench.levers import LeverError, default_levers, parse_lever
 from hetero.bench.load import Load
-from hetero.bench.results import Limits, parse_limits
 from hetero.bench.trial import Traffic
 from hetero.bench.tune import SEARCH_SEED, Confirmation, TuneError, Tuning, describe, winner_toml
 from hetero.bench.tune_report import markdown
-from hetero.bench.workload import Sizes, WorkloadError, find_workload
-from hetero.commands.bench import UsageError, lengths, progress
+from hetero.bench.workload import WorkloadError, find_workload
+from hetero.commands.bench import UsageError, limits_of, progress, sizes_of
 from hetero.commands.inspect import fail
 from hetero.files import write_whole
 from hetero.settings import Settings
@@ -76,13 +75,7 @@ def _traffic(options: Options) -> Traffic:
     if options.rate is not None and options.concurrency is not None:
         raise UsageError("--rate and --concurrency both say how requests arrive: give one of them")
     workload = find_workload(options.workload)
-    sizes = Sizes(
-        lengths("--prompt-tokens", options.prompt_tokens), lengths("--output-tokens", options.output_tokens)
-    )
-    try:
-        limits = Limits() if options.slo is None else parse_limits(options.slo)
-    except ValueError as error:
-        raise UsageError(f"--slo: {error}") from None
+    sizes, limits = sizes_of(options.prompt_tokens, options.output_tokens), limits_of(options.slo)
     if options.rate is not None:
         load = Load(options.rate, options.burstiness, seconds=options.seconds)
         sessions = max(8, round(2 * options.rate * options.seconds))

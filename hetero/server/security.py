@@ -141,7 +141,7 @@ class Gate:
     def preflight(self, request: web.BaseRequest) -> web.Response:
         """The answer to a CORS preflight of an allowed origin: it may send whatever headers it asks for."""
         headers: dict[str, str] = {
-            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, OPTIONS",
+            hdrs.ACCESS_CONTROL_ALLOW_METHODS: "GET, HEAD, POST, DELETE, OPTIONS",
             hdrs.ACCESS_CONTROL_MAX_AGE: "600",
         }
         asked = request.headers.get(hdrs.ACCESS_CONTROL_REQUEST_HEADERS)
