@@ -70,14 +70,21 @@ def bench(urls: Sequence[str], options: Options, as_json: bool) -> int:
             results = measure(plan, servers, show)
     except (UsageError, WorkloadError, ServerError, PlotError) as error:
         return fail(error)
+    except OSError as error:
+        return fail(UsageError(f"--record {options.record}: {error.strerror or error}"))
     except KeyboardInterrupt:
         return fail(UsageError("stopped; nothing was recorded"))
     record = as_record(plan, servers, results)
-    if options.out is not None:
-        write_whole(options.out, json.dumps(record, indent=1) + "\n")
-    if options.plot is not None:
-        plot(options.plot, f"{plan.workload.name}: {plan.workload.title}", results)
-    print(json.dumps(record) if as_json else markdown(plan, results))
+    print(json.dumps(record) if as_json else markdown(plan, results))  # first: it cannot fail
+    flag, path = "--out", options.out
+    try:
+        if path is not None:
+            write_whole(path, json.dumps(record, indent=1) + "\n")
+        flag, path = "--plot", options.plot
+        if path is not None:
+            plot(path, f"{plan.workload.name}: {plan.workload.title}", results)
+    except OSError as error:
+        return fail(UsageError(f"{flag} {path}: {error.strerror or error}"))
     return 0 if is_good(results) else 1
 
 

@@ -61,12 +61,14 @@ def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
             tuning.open(identity)
             best = _known_best(tuning) if options.replay else tuning.search(60 * options.minutes, show)
             confirmation: Confirmation | None = tuning.confirm(best, show) if best else None
+        if confirmation is not None:
+            write_whole(options.folder / "hetero.toml", winner_toml(given, best))
     except (UsageError, WorkloadError, LeverError, LaunchError, TuneError) as error:
         return fail(error)
+    except OSError as error:
+        return fail(TuneError(f"{options.folder}: {error.strerror or error}"))
     except KeyboardInterrupt:
         return fail(TuneError(f"stopped; the same command goes on with {options.folder}"))
-    if confirmation is not None:
-        write_whole(options.folder / "hetero.toml", winner_toml(given, best))
     print(markdown(traffic, tuning.outcomes, confirmation))
     return 0
 

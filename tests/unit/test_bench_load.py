@@ -99,6 +99,27 @@ def test_a_record_does_not_say_where_the_model_is(path: str):
     }
 
 
+def test_what_was_measured_is_shown_even_if_it_cannot_be_written(tmp_path: Path):
+    (out := tmp_path / "taken").mkdir()
+    with serving(Echo) as (url, _):
+        arguments = [
+            "bench",
+            url,
+            "-n",
+            "2",
+            "--warm-up",
+            "0",
+            "--prompt-tokens",
+            "9",
+            "--output-tokens",
+            "3",
+        ]
+        done = CliRunner().invoke(cli.main, [*arguments, "-o", str(out)])
+    assert done.exit_code == 1 and "TTFT p50" in done.stdout
+    assert done.stderr.startswith(f"hetero: --out {out}: ") and len(done.stderr.splitlines()) == 1
+    assert list(tmp_path.iterdir()) == [out]
+
+
 def test_servers_are_compared_on_the_same_text():
     with serving(Echo) as (one, echo), serving(Echo) as (two, other):
         arguments = ["bench", one, two, "-n", "4", "--repeat", "2", "--warm-up", "0"]
