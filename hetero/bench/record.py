@@ -12,6 +12,8 @@ import aiohttp
 from hetero.bench.server_info import ServerError
 from hetero.files import write_whole
 
+LINE_BYTES = 1 << 24  # a line has 20 for each 16 tokens of a prompt
+
 
 async def record(
     url: str, api_key: str | None, seconds: float, path: Path, progress: Callable[[int], None]
@@ -27,7 +29,7 @@ async def record(
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=15, sock_read=60)
     try:
         async with (
-            aiohttp.ClientSession(headers=headers, timeout=timeout) as session,
+            aiohttp.ClientSession(headers=headers, timeout=timeout, read_bufsize=LINE_BYTES) as session,
             session.get(f"{base}/recording", params={"seconds": str(seconds)}) as answer,
         ):
             if answer.status != 200:

@@ -11,6 +11,7 @@ import pytest
 from hetero.bench.record import record
 from hetero.bench.server_info import ServerError
 from hetero.bench.workload import Sizes, read_jsonl
+from hetero.request import OutputDelta
 from hetero.server.app import RECORDER
 
 from .client import running, until
@@ -53,6 +54,18 @@ async def test_an_answer_that_is_cut_at_its_indent_is_recorded(tmp_path: Path) -
         assert await task == 1
     line = json.loads((tmp_path / "a").read_text())
     assert reply.json["content"] == "    a\n" and line["output_tokens"] == reply.json["tokens_predicted"] == 7
+
+
+async def test_prompts_of_a_million_tokens(tmp_path: Path) -> None:
+    async with running(FakeEngine()) as client:
+        task = asyncio.create_task(record(client.base, None, 1.5, tmp_path / "a", lambda count: None))
+        recorder = client.app[RECORDER]
+        await until(lambda: recorder._recordings)
+        ended = recorder.watch([range(1_000_000)], 1)
+        assert ended is not None
+        ended(0, OutputDelta())
+        assert await task == 1
+    assert len(json.loads((tmp_path / "a").read_text())["blocks"]) == 62_500
 
 
 async def test_names_are_a_recordings_own(tmp_path: Path) -> None:
