@@ -39,11 +39,11 @@ class Embedded:
 async def openai(body: dict[str, Any], context: Context) -> web.Response:
     """/v1/embeddings. Raises ApiError or RequestError."""
     fields = _begin(body, context)
-    form = fields.string("encoding_format") or "float"
-    if form not in ("float", "base64"):
+    form = fields.string("encoding_format")
+    if form not in (None, "float", "base64"):
         raise bad_field("encoding_format", 'must be "float" or "base64"')
     found = await _embed(await _inputs(body.get("input"), "input", context), "input", fields, context)
-    write = encode if form == "float" else lambda vector: encode(_base64(vector))
+    write = (lambda vector: encode(_base64(vector))) if form == "base64" else encode
     usage = {"prompt_tokens": found.tokens, "total_tokens": found.tokens}
     end = f'],"model":{encode(context.engine.info.name)},"usage":{encode(usage)}}}'
     return await _response(
@@ -100,6 +100,7 @@ def _begin(body: dict[str, Any], context: Context) -> Fields:
     """Whatever the dialect, 400 before any work where it cannot be done."""
     fields, info = Fields(body), context.engine.info
     fields.string("model")  # any name is served by the one model
+    priority(fields)  # wrong ones are refused even where there is nothing to compute
     if info.pooling is None:
         raise ApiError(
             400,
