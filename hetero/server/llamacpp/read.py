@@ -8,7 +8,7 @@ changes no answer.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from hetero.sampling.params import SamplingParams
@@ -89,10 +89,7 @@ def _params(fields: Fields, context: Context, max_tokens: int | None) -> Samplin
     if body.get("seed") == -1:
         del body["seed"]
     samplers = fields.array("samplers")
-    if samplers is not None:
-        for name, neutral in NEUTRAL.items():
-            if name not in samplers:
-                body[name] = neutral
+    left_out = {} if samplers is None else {k: v for k, v in NEUTRAL.items() if k not in samplers}
     penalty = fields.number("repeat_penalty", 1.0)
     if penalty != 1.0 and fields.has("repeat_last_n") and fields.integer("repeat_last_n") not in (-1, 64):
         raise bad_field(
@@ -102,7 +99,7 @@ def _params(fields: Fields, context: Context, max_tokens: int | None) -> Samplin
     params = openai.sampling_params(
         Fields(body), context.engine.info.n_vocab, max_tokens=max_tokens, logprobs=logprobs or None
     )
-    return params
+    return replace(params, **left_out)
 
 
 async def read_bias(fields: Fields, context: Context) -> dict[int, float]:
