@@ -89,7 +89,9 @@ def _params(fields: Fields, context: Context, max_tokens: int | None) -> Samplin
     if body.get("seed") == -1:
         del body["seed"]
     samplers = fields.array("samplers")
-    left_out = {} if samplers is None else {k: v for k, v in NEUTRAL.items() if k not in samplers}
+    left_out: dict[str, Any] = (
+        {} if samplers is None else {k: v for k, v in NEUTRAL.items() if k not in samplers}
+    )
     penalty = fields.number("repeat_penalty", 1.0)
     if penalty != 1.0 and fields.has("repeat_last_n") and fields.integer("repeat_last_n") not in (-1, 64):
         raise bad_field(
