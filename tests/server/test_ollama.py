@@ -9,6 +9,10 @@ from typing import Any
 import ollama
 import pytest
 
+from hetero.request import Timings
+from hetero.server.generate import Usage
+from hetero.server.ollama.writer import OllamaWriter
+
 from .background import CLOCK, HERMES, KEY, THINKING, WEATHER, in_background
 from .client import Client, Reply, running
 from .fake_engine import FakeEngine
@@ -251,3 +255,10 @@ def test_the_ollama_package_calls_a_tool(
     api.chat("m", messages, tools=[TOOL])
     _, assistant, result = engine_in_background.rendered[-1][0]
     assert result["tool_call_id"] == assistant["tool_calls"][0]["id"]
+
+
+def test_tokens_that_all_came_at_once_took_some_time() -> None:
+    """Guessed right, with the first: clients divide by the duration."""
+    writer = OllamaWriter(FakeEngine(), True, False)  # type: ignore[arg-type]
+    usage = Usage(1, 5, completion_tokens=12, timings=[Timings(prompt_n=5, predicted_n=12)])
+    assert json.loads(writer.end(usage))["eval_duration"] == 1000

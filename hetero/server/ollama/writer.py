@@ -95,7 +95,8 @@ class OllamaWriter:
         if usage.timings:
             timings = sum_of(usage.timings)
             done["prompt_eval_duration"] = _nanoseconds(timings.prompt_seconds)
-            done["eval_duration"] = _nanoseconds(timings.predicted_seconds)
+            # All may have come at once, guessed; clients divide by this, and llama-server says 1 us then too.
+            done["eval_duration"] = max(1000, _nanoseconds(timings.predicted_seconds))
         return done
 
     def _logprobs(self, logprobs: Any) -> dict[str, Any]:
