@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import aiohttp
+from aiohttp.http import HttpProcessingError
 
 from hetero.bench.workload import Message
 
@@ -116,7 +117,7 @@ async def ask(
         raise
     except TimeoutError:
         record.error = "timed out"
-    except (aiohttp.ClientError, OSError, ValueError) as error:
+    except (aiohttp.ClientError, HttpProcessingError, OSError, ValueError) as error:
         record.error = f"{type(error).__name__}: {_short(str(error))}"
     finally:
         record.end = time.perf_counter() - started

@@ -26,6 +26,7 @@ KL_TOKENS, KL_CTX = 4096, 1024
 SEARCH_SEED = "tune"
 HELD_OUT = "held out"
 CONFIRMATIONS = 3
+CLOSE = 0.05  # a best that is no more than so much better: the settings are as good as they get
 
 Show = Callable[[str, int, int], None]
 
@@ -190,6 +191,12 @@ class Confirmation:
     @property
     def ratio(self) -> float | None:
         return statistics.median(self.ratios) if self.ratios else None
+
+    @property
+    def holds(self) -> bool:
+        """Whether the best is better on other traffic, too: by more than CLOSE, or from nothing."""
+        good = any(one > 0 for one, _ in self.pairs) and not self.rejected
+        return good and (self.ratio is None or self.ratio > 1 + CLOSE)
 
 
 def describe(choice: Choice) -> str:

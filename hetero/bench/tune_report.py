@@ -8,8 +8,6 @@ from hetero.bench.search import pareto
 from hetero.bench.trial import Outcome, Traffic
 from hetero.bench.tune import SEARCH_SEED, Confirmation, describe
 
-CLOSE = 0.05  # a best that is no more than so much better: the settings are as good as they get
-
 
 def markdown(traffic: Traffic, outcomes: Sequence[Outcome], confirmation: Confirmation | None) -> str:
     """The trials, which of them nothing beats in both score and TTFT, what was rejected, the confirmation."""
@@ -48,7 +46,7 @@ def _verdict(confirmation: Confirmation | None, unit: str) -> list[str]:
     ratio = confirmation.ratio
     if ratio is None:
         lines.append("The settings as they are kept the limits in no run.")
-    elif ratio > 1 + CLOSE and not confirmation.rejected:
+    elif confirmation.holds:
         lines.append(f"Confirmed: {ratio:.2f}x (median of {len(confirmation.ratios)}).")
     else:
         lines.append(

@@ -44,10 +44,14 @@ class Options:
 
 def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
     """Search, confirm, print. `given`: the settings of the command line. Exit code 1 when that cannot be."""
+    from hetero.kv.fingerprint import fingerprint
     from hetero.prepare import LaunchError, prepare
-    from hetero.proposers import fingerprint
 
     try:
+        if settings.tls_cert is not None:
+            raise UsageError(
+                "tls_cert: trials are asked over plain HTTP; leave it out, with --config if need be"
+            )
         traffic = _traffic(options)
         with progress() as show:
             prepared = prepare(settings, lambda what, done: show(what, round(100 * done), 100))
@@ -56,12 +60,12 @@ def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
             )
             model = str(prepared.model.path)
             tuning = Tuning(given, model, levers, traffic, options.max_kl, options.folder)
-            identity = f"{fingerprint(prepared.gguf).hex()}/{prepared.gguf.nbytes}"
+            identity = fingerprint(prepared.gguf, ()).hex()
             del prepared
             tuning.open(identity)
             best = _known_best(tuning) if options.replay else tuning.search(60 * options.minutes, show)
             confirmation: Confirmation | None = tuning.confirm(best, show) if best else None
-        if confirmation is not None:
+        if confirmation is not None and confirmation.holds:
             write_whole(options.folder / "hetero.toml", winner_toml(given, best))
     except (UsageError, WorkloadError, LeverError, LaunchError, TuneError) as error:
         return fail(error)

@@ -153,7 +153,7 @@ def submit(
         raise
     usage = Usage(n, sum(map(len, prompts)))
     parsers = None if chat is None else [chat.new_parser() for _ in streams]
-    ended = context.recorder.watch(prompts, n)
+    ended = None if embeds else context.recorder.watch(prompts, n)
     return Generation(streams, context.active, usage, parsers, context.engine.note_sent, ended)
 
 

@@ -21,7 +21,7 @@ MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
 UNSUPPORTED: dict[str, Any] = {
     "bad_words": [], "min_tokens": 0, "prompt_logprobs": None,
     "allowed_token_ids": [], "use_beam_search": False, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0,
-    "xtc_probability": 0, "dynatemp_range": 0, "lora": [], "chat_template": "",
+    "xtc_probability": 0, "dynatemp_range": 0, "top_n_sigma": -1, "lora": [], "chat_template": "",
 }  # fmt: skip
 
 
@@ -32,6 +32,16 @@ def refuse_unsupported(fields: Fields, table: dict[str, Any] = UNSUPPORTED) -> N
         # False equals 0 in Python, not in JSON
         if value is not None and (value != neutral or isinstance(value, bool) != isinstance(neutral, bool)):
             raise bad_field(fields.name(name), "not supported by this server", code="unsupported_parameter")
+
+
+def refuse_last_n(fields: Fields) -> None:
+    """400 for `repeat_last_n` where it would matter: repeat_penalty counts all tokens here."""
+    if fields.number("repeat_penalty", 1.0) != 1.0 and fields.integer("repeat_last_n") not in (None, -1, 64):
+        raise bad_field(
+            fields.name("repeat_last_n"),
+            "repeat_penalty counts all tokens here",
+            code="unsupported_parameter",
+        )
 
 
 def sampling_params(

@@ -25,7 +25,7 @@ from hetero.bench.load import Load, Run
 from hetero.bench.results import Limits, Summary, summarize
 from hetero.bench.search import NOISE, Choice, Lever, Search, pareto
 from hetero.bench.trial import Traffic
-from hetero.bench.tune import TuneError, Tuning, winner_toml
+from hetero.bench.tune import Confirmation, TuneError, Tuning, winner_toml
 from hetero.bench.tune_report import markdown
 from hetero.bench.workload import WORKLOADS, Sizes
 from hetero.config import load
@@ -188,6 +188,16 @@ def test_a_search_finds_confirms_and_goes_on(monkeypatch: pytest.MonkeyPatch, tm
         new(tmp_path / "t", levers[:1], **changed)
 
 
+def test_what_holds():
+    def found(*pairs: tuple[float, float], rejected: tuple[str, ...] = ()) -> bool:
+        ratios = tuple(one / base for one, base in pairs if base)
+        return Confirmation((("spec", "off"),), pairs, ratios, rejected).holds
+
+    assert found((2.0, 1.0), (1.2, 1.0), (1.1, 1.0)) and not found((1.04, 1.0), (1.2, 1.0), (0.9, 1.0))
+    assert found((1.0, 0.0)) and not found((0.0, 0.0))
+    assert not found((2.0, 1.0), rejected=("greedy answers changed",))
+
+
 def test_the_winners_file_is_read_as_settings(tmp_path: Path):
     path = tmp_path / "hetero.toml"
     given = {"model": "a b.gguf", "device": ("CPU:threads=2", "CUDA0"), "api_key": ("secret",), "ctx": "4096"}
@@ -229,6 +239,7 @@ def test_end_to_end(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.setattr(trial, "PROBES", 2)
     monkeypatch.setattr(tune, "CONFIRMATIONS", 1)
     monkeypatch.setattr("hetero.bench.search.NOISE", 0.0)  # any other setting wins
+    monkeypatch.setattr(tune, "CLOSE", -1.0)
     folder = tmp_path / "found"
     arguments = ["tune", str(smollm2_path), "-o", str(folder), "--seconds", "1", "-c", "2", "--ctx", "1024"]
     arguments += ["--kv-tokens", "4096", "--threads", "2", "--prompt-tokens", "16", "--output-tokens", "8"]

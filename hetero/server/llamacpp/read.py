@@ -92,11 +92,7 @@ def _params(fields: Fields, context: Context, max_tokens: int | None) -> Samplin
     left_out: dict[str, Any] = (
         {} if samplers is None else {k: v for k, v in NEUTRAL.items() if k not in samplers}
     )
-    penalty = fields.number("repeat_penalty", 1.0)
-    if penalty != 1.0 and fields.has("repeat_last_n") and fields.integer("repeat_last_n") not in (-1, 64):
-        raise bad_field(
-            "repeat_last_n", "repeat_penalty counts all tokens here", code="unsupported_parameter"
-        )
+    openai.refuse_last_n(fields)
     logprobs = openai.check_top_logprobs("n_probs", fields.integer("n_probs", low=0))
     params = openai.sampling_params(
         Fields(body), context.engine.info.n_vocab, max_tokens=max_tokens, logprobs=logprobs or None

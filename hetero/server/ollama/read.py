@@ -64,6 +64,7 @@ def read_params(fields: Fields, context: Context) -> SamplingParams:
     """`options`, with Ollama's defaults. Options of loading a model mean nothing here: it is loaded."""
     given = Fields(fields.object("options") or {}, "options.")
     openai.refuse_unsupported(given, UNSUPPORTED_OPTIONS)
+    openai.refuse_last_n(given)
     limit = given.integer("num_predict")
     options: Mapping[str, Any] = {**DEFAULTS, **{k: v for k, v in given.body.items() if v is not None}}
     return openai.sampling_params(
