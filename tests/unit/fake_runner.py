@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import re
 import threading
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -39,6 +40,8 @@ def text_after(prompt: str, count: int) -> str:
 
 class ByteTokenizer:
     eog_ids = frozenset({EOS})
+    control_texts: Mapping[str, int] = {}
+    control_pattern = re.compile(r"(?!)")
 
     def token_bytes(self, token_id: int, /) -> bytes:
         return bytes([token_id]) if token_id < 256 else b""
