@@ -38,7 +38,8 @@ class Traffic:
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """What a trial gave. `rejected` says why it does not count, None when it does.
+    """What a trial gave. `rejected` says why it does not count, None when it does. Any
+    that keeps the limits is better than one that is `short` of them.
 
     `answers` is a digest of greedy answers to fixed prompts, each asked alone. `score` is the goodput, or
     the output tokens per second where there are no limits.
@@ -47,6 +48,7 @@ class Outcome:
     choice: Choice
     seed: str
     rejected: str | None
+    short: bool = False  # fewer answers kept the limits than should
     answers: str | None = None
     score: float | None = None
     ttft_p95: float | None = None
@@ -111,7 +113,7 @@ def _judged(outcome: Outcome, found: Summary, traffic: Traffic) -> Outcome:
         cause, number = max(found.errors.items(), key=lambda item: item[1])
         return replace(outcome, rejected=f"{found.failed} of {found.requests} failed ({number}: {cause})")
     if found.good is not None and found.good < traffic.share:
-        return replace(outcome, rejected=f"only {found.good:.0%} of the answers kept {traffic.limits}")
+        return replace(outcome, short=True)
     return outcome
 
 

@@ -26,6 +26,7 @@ KL_TOKENS, KL_CTX = 4096, 1024
 SEARCH_SEED = "tune"
 HELD_OUT = "held out"
 CONFIRMATIONS = 3
+SHORT = 1e-6  # of its score counts of a trial that is short of the limits
 CLOSE = 0.05  # a best that is no more than so much better: the settings are as good as they get
 
 Show = Callable[[str, int, int], None]
@@ -109,14 +110,14 @@ class Tuning:
         search = Search(self.levers)
         for outcome in self.outcomes:
             if outcome.seed == SEARCH_SEED:
-                search.tell(outcome.choice, _score(outcome))
+                search.tell(outcome.choice, score_of(outcome))
         for choice in search.steps():
             if time.monotonic() >= deadline and () in search.scores:
                 break
             outcome = self.trial(choice, SEARCH_SEED, show)
-            if not choice and outcome.score is None:
+            if not choice and outcome.rejected:
                 raise TuneError(f"the settings as they are: {outcome.rejected}")
-            search.tell(choice, _score(outcome))
+            search.tell(choice, score_of(outcome))
         return search.best
 
     def trial(self, choice: Choice, seed: str, show: Show) -> Outcome:
@@ -167,13 +168,16 @@ class Tuning:
     def confirm(self, best: Choice, show: Show, seed: str = HELD_OUT) -> Confirmation:
         """The best against the base on traffic that was not searched with, in turn."""
         scores: dict[Choice, list[float]] = {(): [], best: []}
-        rejected = []
+        rejected, short = [], {(): False, best: False}
         for number in range(CONFIRMATIONS):
             for choice in ((), best) if number % 2 == 0 else (best, ()):
                 outcome = self.trial(choice, f"{seed}/{number}", show)
                 if outcome.rejected and choice:
                     rejected.append(outcome.rejected)
+                short[choice] = short[choice] or outcome.short
                 scores[choice].append(outcome.score or 0.0)
+        if short[best] and not short[()]:
+            rejected.append("the limits were not kept, which the settings as they are did")
         pairs = list(zip(scores[best], scores[()], strict=True))
         found = [one / base for one, base in pairs if base > 0]
         return Confirmation(best, tuple(pairs), tuple(found), tuple(rejected))
@@ -204,11 +208,11 @@ def describe(choice: Choice) -> str:
     return ", ".join(f"{name}={value}" for name, value in choice) or "settings as they are"
 
 
-def _score(outcome: Outcome) -> float | None:
-    """For the search. Settings as they are that break the limits score nothing: they are a start."""
-    if outcome.rejected:
-        return 0.0 if not outcome.choice and outcome.score is not None else None
-    return outcome.score
+def score_of(outcome: Outcome) -> float | None:
+    """For the search: None is rejected. What is short of the limits comes behind all that keeps them."""
+    if outcome.rejected or outcome.score is None:
+        return None
+    return SHORT * outcome.score if outcome.short else outcome.score
 
 
 def winner_toml(given: Mapping[str, Any], choice: Choice) -> str:
@@ -227,4 +231,4 @@ def _toml(value: Any) -> str:
     return json.dumps(str(value), ensure_ascii=False)
 
 
-__all__ = ["Confirmation", "TuneError", "Tuning", "describe", "winner_toml"]
+__all__ = ["Confirmation", "TuneError", "Tuning", "describe", "score_of", "winner_toml"]

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
-from hetero.bench.search import pareto
+from hetero.bench.search import Choice, pareto
 from hetero.bench.trial import Outcome, Traffic
 from hetero.bench.tune import SEARCH_SEED, Confirmation, describe
 
@@ -17,24 +17,30 @@ def markdown(traffic: Traffic, outcomes: Sequence[Outcome], confirmation: Confir
     lines = [f"**{traffic.workload.name}**, {traffic.load}; {len(searched)} trials"]
     if traffic.limits:
         lines.append(f"{traffic.share:.0%} of the answers must keep {traffic.limits}.")
-    points = {o.choice: (o.score or 0.0, o.ttft_p95 or 0.0) for o in counted}
+    if counted and all(o.short for o in counted):
+        lines.append("No setting keeps that: what comes nearest is sought.")
+    points = {o.choice: (o.score or 0.0, o.ttft_p95 or 0.0) for o in counted if not o.short}
     best = set(pareto(points))
     lines += [
         "",
         f"| settings | {unit} | TTFT p95 ms | TPOT p95 ms | output tok/s | |",
         "|---|---:|---:|---:|---:|---|",
     ]
-    for o in sorted(counted, key=lambda o: -(o.score or 0.0)):
+    for o in sorted(counted, key=lambda o: (o.short, -(o.score or 0.0))):
         cells = [f"{o.score:.2f}", _ms(o.ttft_p95, 0), _ms(o.tpot_p95, 1), f"{o.output_rate:.0f}"]
-        lines.append(
-            f"| {describe(o.choice)} | {' | '.join(cells)} | {'Pareto' if o.choice in best else ''} |"
-        )
+        lines.append(f"| {describe(o.choice)} | {' | '.join(cells)} | {_remark(o, best)} |")
     rejected = [o for o in outcomes if o.rejected is not None]
     if rejected:
         lines += ["", "Rejected:", ""]
         lines += [f"- {describe(o.choice)}: {o.rejected}" for o in rejected]
     lines += ["", *_verdict(confirmation, unit), ""]
     return "\n".join(lines)
+
+
+def _remark(outcome: Outcome, best: Container[Choice]) -> str:
+    if outcome.short and outcome.good is not None:
+        return f"only {outcome.good:.0%} kept the limits"
+    return "Pareto" if outcome.choice in best else ""
 
 
 def _verdict(confirmation: Confirmation | None, unit: str) -> list[str]:

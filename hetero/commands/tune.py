@@ -10,7 +10,7 @@ from typing import Any
 from hetero.bench.levers import LeverError, default_levers, parse_lever
 from hetero.bench.load import Load
 from hetero.bench.trial import Traffic
-from hetero.bench.tune import SEARCH_SEED, Confirmation, TuneError, Tuning, describe, winner_toml
+from hetero.bench.tune import SEARCH_SEED, Confirmation, TuneError, Tuning, describe, score_of, winner_toml
 from hetero.bench.tune_report import markdown
 from hetero.bench.workload import WorkloadError, find_workload
 from hetero.commands.bench import UsageError, limits_of, progress, sizes_of
@@ -97,8 +97,8 @@ def _known_best(tuning: Tuning) -> Any:
 
     search = Search(tuning.levers)
     for outcome in tuning.outcomes:
-        if outcome.seed == SEARCH_SEED and outcome.rejected is None:
-            search.tell(outcome.choice, outcome.score)
+        if outcome.seed == SEARCH_SEED:
+            search.tell(outcome.choice, score_of(outcome))
     if not search.best:
         raise TuneError(f"{tuning.folder}: no winner to replay: {describe(search.best)}")
     return search.best

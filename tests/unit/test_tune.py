@@ -188,6 +188,34 @@ def test_a_search_finds_confirms_and_goes_on(monkeypatch: pytest.MonkeyPatch, tm
         new(tmp_path / "t", levers[:1], **changed)
 
 
+def test_where_nothing_keeps_the_limits_the_nearest_is_sought(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """Of two answers one keeps the limit with spec=off, else none; max_num_seqs=1 fails."""
+
+    class Slow(Echo):
+        SECONDS = 0.3
+
+    class Half(Echo):
+        @property
+        def SECONDS(self) -> float:
+            return 0.3 if len(self.bodies) % 2 else 0.0
+
+    def how(given: Mapping[str, Any]) -> Echo | str:
+        return "no memory" if "max_num_seqs" in given else Half() if "spec" in given else Slow()
+
+    behaving(monkeypatch, how)
+    load = Load(concurrency=1)
+    levers = (Lever("spec", ("off",)), Lever("max_num_seqs", ("1",)))
+    tuning = new(tmp_path / "t", levers, limits=Limits(ttft=0.15), sessions=4, load=load)
+    best = tuning.search(60, quiet)
+    assert best == (("spec", "off"),)
+    confirmation = tuning.confirm(best, quiet)
+    assert confirmation.holds
+    text = markdown(tuning.traffic, tuning.outcomes, confirmation)
+    assert "No setting keeps that" in text and "kept the limits" in text and "no memory" in text
+
+
 def test_what_holds():
     def found(*pairs: tuple[float, float], rejected: tuple[str, ...] = ()) -> bool:
         ratios = tuple(one / base for one, base in pairs if base)
