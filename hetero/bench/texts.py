@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Sequence
 
 # Common words, one token each (with the space before it) in the vocabularies of the usual models.
 WORDS = """
@@ -26,10 +27,15 @@ def words(rng: random.Random, count: int) -> str:
 
 
 def source_file(rng: random.Random, tokens: int) -> str:
-    """A Python module of about so many tokens, as programs have them: alike, but not the same."""
+    """A Python module of about so many tokens."""
+    return program(rng, max(1, tokens // LINE_TOKENS))
+
+
+def program(rng: random.Random, count: int, nouns: Sequence[str] = NOUNS) -> str:
+    """`count` lines of Python, as programs have them: functions that are alike, but not the same."""
     lines: list[str] = []
-    while len(lines) * LINE_TOKENS < tokens:
-        noun, verb, limit = rng.choice(NOUNS), rng.choice(VERBS), rng.randint(2, 900)
+    while len(lines) < count:
+        noun, verb, limit = rng.choice(nouns), rng.choice(VERBS), rng.randint(2, 900)
         lines += [
             f"def {verb}_{noun}s({noun}s, limit={limit}):",
             f'    """{verb.capitalize()} up to `limit` of the {noun}s."""',
@@ -43,4 +49,4 @@ def source_file(rng: random.Random, tokens: int) -> str:
             "",
             "",
         ]
-    return "\n".join(lines[: max(1, tokens // LINE_TOKENS)])
+    return "\n".join(lines[:count])

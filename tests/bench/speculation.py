@@ -28,13 +28,13 @@ from servers import SLOTS, Server, free_port, llama_binary, running
 from workload import text
 
 from hetero import __version__
+from hetero.bench.texts import program
 from hetero.models import resolve
 from hetero.plan.devices import usable_cores
 
 NOUNS = """
 order invoice customer product payment shipment account ticket message report session device
 """.split()  # noqa: SIM905
-VERBS = ["load", "save", "check", "update", "count", "merge", "filter", "sort", "print", "parse"]
 WORKLOADS = ("edit", "prose", "similar")
 CTX = 4096
 
@@ -42,23 +42,8 @@ Results = dict[tuple[str, int, str], list[float]]  # (workload, clients, server)
 
 
 def source_file(rng: random.Random, lines: int) -> str:
-    """A module of about so many lines, as programs have them: alike, but not the same."""
-    out: list[str] = []
-    while len(out) < lines:
-        noun, verb = rng.choice(NOUNS), rng.choice(VERBS)
-        limit = rng.randint(2, 900)
-        out += [
-            f"def {verb}_{noun}s({noun}s, limit={limit}):",
-            f'    """{verb.capitalize()} up to `limit` of the {noun}s."""',
-            "    result = []",
-            f"    for index, {noun} in enumerate({noun}s):",
-            f"        if index >= limit or not {noun}.is_valid():",
-            f"            log.warning('{noun} %d was skipped', index)",
-            "            continue",
-            f"        result.append({noun}.{verb}())",
-            "    return result", "", "",
-        ]  # fmt: skip
-    return "\n".join(out[:lines])
+    """A module of so many lines."""
+    return program(rng, lines, NOUNS)
 
 
 def edit(rng: random.Random) -> dict[str, Any]:
