@@ -5,10 +5,10 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import threading
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable
 
 from aiohttp import web
+from in_thread import in_thread
 
 Behave = Callable[[int], str]  # of the request with this number: what happens to it
 
@@ -72,31 +72,18 @@ class Echo:
         return response
 
 
-@contextlib.contextmanager
-def serving(echo_of: Callable[[], Echo]) -> Iterator[tuple[str, Echo]]:
-    """The server in a thread of its own; its URL."""
-    ready, stop, found = threading.Event(), None, {}
+def serving(echo_of: Callable[[], Echo]) -> contextlib.AbstractContextManager[tuple[str, Echo]]:
+    """Its URL, and the server, which is in a thread of its own."""
 
-    async def main() -> None:
-        nonlocal stop
-        echo, app, stop = echo_of(), web.Application(), asyncio.Event()
+    @contextlib.asynccontextmanager
+    async def serve() -> AsyncIterator[tuple[str, Echo]]:
+        echo, app = echo_of(), web.Application()
         app.router.add_get("/v1/models", echo.models)
         app.router.add_post("/v1/chat/completions", echo.chat)
         runner = web.AppRunner(app)
         await runner.setup()
         await web.TCPSite(runner, "127.0.0.1", 0).start()
-        found.update(
-            echo=echo, url=f"http://127.0.0.1:{runner.addresses[0][1]}", loop=asyncio.get_running_loop()
-        )
-        ready.set()
-        await stop.wait()
+        yield f"http://127.0.0.1:{runner.addresses[0][1]}", echo
         await runner.cleanup()
 
-    thread = threading.Thread(target=lambda: asyncio.run(main()))
-    thread.start()
-    assert ready.wait(30)
-    try:
-        yield found["url"], found["echo"]
-    finally:
-        found["loop"].call_soon_threadsafe(stop.set)
-        thread.join(30)
+    return in_thread(serve)

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import json
-import threading
-from collections.abc import AsyncIterator, Iterator
-from contextlib import asynccontextmanager, contextmanager
+from collections.abc import AsyncIterator
+from contextlib import AbstractContextManager, asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
 import aiohttp
 from aiohttp import web
+from in_thread import in_thread
 
 HOP = {"connection", "content-length", "host", "keep-alive", "transfer-encoding"}
 
@@ -100,22 +100,6 @@ async def _proxy(target: str) -> AsyncIterator[Recorder]:
         await runner.cleanup()
 
 
-@contextmanager
-def recording(target: str) -> Iterator[Recorder]:
+def recording(target: str) -> AbstractContextManager[Recorder]:
     """In a thread of its own, for the length of the block."""
-    ready, box = threading.Event(), {}
-
-    async def main() -> None:
-        box["loop"], box["done"] = asyncio.get_running_loop(), asyncio.Event()
-        async with _proxy(target) as box["recorder"]:
-            ready.set()
-            await box["done"].wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield box["recorder"]
-    finally:
-        box["loop"].call_soon_threadsafe(box["done"].set)
-        thread.join(10)
+    return in_thread(lambda: _proxy(target))

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import asyncio
-import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
+
+from in_thread import in_thread
 
 from .client import running
 from .fake_engine import FakeEngine
@@ -23,21 +23,5 @@ CLOCK = '<tool_call>\n{"name": "get_time", "arguments": {"zone": "CET", "exact":
 @contextmanager
 def in_background(engine: FakeEngine, **settings: Any) -> Iterator[str]:
     """The address of a server over `engine` that asks for KEY."""
-    ready, box = threading.Event(), {}
-
-    async def main() -> None:
-        box["loop"], box["done"] = asyncio.get_running_loop(), asyncio.Event()
-        async with running(engine, api_keys=(KEY,), **settings) as client:
-            box["base"] = client.base
-            ready.set()
-            await box["done"].wait()
-
-    thread = threading.Thread(target=asyncio.run, args=(main(),))
-    thread.start()
-    try:
-        assert ready.wait(10)
-        yield box["base"]
-    finally:
-        box["loop"].call_soon_threadsafe(box["done"].set)
-        thread.join(10)
-        assert not thread.is_alive()
+    with in_thread(lambda: running(engine, api_keys=(KEY,), **settings)) as client:
+        yield client.base
