@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import os
-
 import numpy as np
 
 from hetero.speculation import Speculation
 from spec.base import Draft, Proposer
-from spec.policy import Acceptance
+from spec.policy import Acceptance, StepCost
 from spec.store import Store
 
 VOCAB = 50_000
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"
 
 
 def unique(seed: int, length: int) -> list[int]:
@@ -52,3 +49,12 @@ def _share(chances: list[list[float]], room: int) -> list[int]:
         counts.append(min(len(each), room))
         room -= counts[-1]
     return counts
+
+
+def costs(fixed: float, slope: float) -> StepCost:
+    """As if steps of n tokens had taken fixed + slope * n seconds."""
+    cost = StepCost()
+    for size in (*range(1, 65), 128, 256):
+        for _ in range(3):
+            cost.observe(size, fixed + slope * size)
+    return cost

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import os
 from pathlib import Path
 
 import pytest
 from engine.answers import BASE, _run
+from scale import FULL
 from spec_tools import compute_all
 
 from hetero import launch
@@ -17,7 +17,6 @@ from hetero.settings import Settings
 from hetero.stats import EngineStats
 from hetero.text.tokenizer import Tokenizer
 
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"
 PROMPTS, TOKENS = (128, 64) if FULL else (6, 40)
 LONGEST = 45  # tokens of a prompt
 SOURCES = ("hetero/kv/prefix_tree.py", "hetero/config.py", "docs/config.md", "LICENSE", "CHANGELOG.md")

@@ -6,7 +6,7 @@ import os
 import time
 from pathlib import Path
 
-from test_disk_folder import content, get, key_of, open_folder, put
+from disk_folder_tools import content, get, key_of, open_folder, put
 
 from hetero.kv.disk_folder import PART_SECONDS
 

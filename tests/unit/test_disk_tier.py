@@ -10,22 +10,17 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from disk_folder_tools import MODEL, key_of
 
 from hetero.kv import disk_folder, disk_tier
 from hetero.kv.disk_folder import DiskFolder
 from hetero.kv.disk_tier import DiskTier, Fetched, Stored
-from hetero.kv.prefix_tree import chain_key
 
 STAGES = (
     (96, 40),
     (64, 0),
 )  # bytes of a slot of two KV groups in two stages; the second has no layer of group 1
 SLOTS = 12
-MODEL = b"m" * 16
-
-
-def key_of(number: int) -> bytes:
-    return chain_key(bytes(16), [number])
 
 
 class Host:

@@ -2,20 +2,18 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable
 
-import numpy as np
 import pytest
-from fake_runner import BLOCK_SIZE, N_VOCAB, FakeRunner, Result, make_engine
-from hypothesis import given, settings
-from hypothesis import strategies as st
-from spec_tools import compute_all
+from fake_runner import BLOCK_SIZE, FakeRunner, make_engine
+from hash_runner import HashRunner, written
+from scale import scaled
+from spec_tools import compute_all, costs
 from test_engine import Client, finish
 
 import hetero.drafting
-from hetero.batch import Batch, Step
+from hetero.batch import Step
 from hetero.draft_model import MAX_FAILURES, READY, DraftModel
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
@@ -23,80 +21,6 @@ from hetero.request import FinishReason, Request
 from hetero.sampling.params import SamplingParams
 from hetero.speculation import Speculation
 from spec.base import Draft
-from spec.drafting import RETRY, TRIALS, Trials, best_length, catch_up_tokens, tokens_per_second
-from spec.policy import StepCost
-
-SCALE = 20 if os.environ.get("HETERO_TEST_SCALE") == "full" else 1
-
-
-def chained(digest: int, token: int) -> int:
-    return hash((digest, token))
-
-
-def after(digest: int) -> int:
-    """The token that this model writes behind all that a digest stands for."""
-    return 97 + digest % 26
-
-
-def written(prompt: str, count: int) -> str:
-    digest = 0
-    for token in prompt.encode():
-        digest = chained(digest, token)
-    out = ""
-    for _ in range(count):
-        out += chr(after(digest))
-        digest = chained(digest, ord(out[-1]))
-    return out
-
-
-class HashRunner(FakeRunner):
-    """What it writes depends on every token before, as its paged memory has it.
-
-    A slot holds the digests before and behind its token: a slot that is not of the sequence breaks the chain.
-    """
-
-    def __init__(self, depth: int = 1, window: int | None = None, wrong: float = 0.0, seed: int = 0):
-        super().__init__(depth)
-        self.window, self.wrong, self.rng = window, wrong, random.Random(seed)
-        self.slots: list[dict[int, tuple[int, int]]] = [{}, {}]
-        self.tokens = 0
-        self.widest = 0  # tokens of a step
-
-    def submit(self, batch: Batch, /) -> None:
-        super().submit(batch)
-        if self._results[-1].error is not None:
-            return
-        self.tokens += len(batch.input_ids)
-        self.widest = max(self.widest, len(batch.input_ids))
-        for copy in batch.copies:
-            slots = self.slots[copy.group]
-            for offset in range(BLOCK_SIZE):
-                if (held := slots.get(copy.src * BLOCK_SIZE + offset)) is not None:
-                    slots[copy.dst * BLOCK_SIZE + offset] = held
-        digests = np.zeros(len(batch.input_ids), np.int64)
-        for s in range(len(batch.context_lens)):
-            self._compute(batch, s, digests)
-        logits = np.zeros((len(batch.logits_rows), N_VOCAB), np.float32)
-        for row, at in zip(logits, batch.logits_rows, strict=True):
-            right = self.rng.random() >= self.wrong
-            row[after(int(digests[at])) if right else 48] = 1
-        self._results[-1] = Result(batch.step_id, logits, None, self._results[-1].stages)
-
-    def _compute(self, batch: Batch, s: int, digests: np.ndarray) -> None:
-        for row in range(batch.cu_seqlens_q[s], batch.cu_seqlens_q[s + 1]):
-            position = int(batch.positions[row])
-            for g, slots in enumerate(self.slots[: len(batch.block_tables)]):
-                table = batch.block_tables[g][s]
-
-                def at(p: int, table: np.ndarray = table) -> int:
-                    return int(table[p // BLOCK_SIZE]) * BLOCK_SIZE + p % BLOCK_SIZE
-
-                span = position if g == 0 or self.window is None else min(position, self.window - 1)
-                before = slots[at(position - 1)][1] if position else 0
-                for p in range(position - span + 1, position):
-                    assert slots[at(p)][0] == slots[at(p - 1)][1], "attends what is not its own"
-                digests[row] = chained(before, int(batch.input_ids[row]))
-                slots[at(position)] = before, int(digests[row])
 
 
 def draft_model(runner: FakeRunner, num_blocks: int = 65, window: int | None = None, **limits) -> DraftModel:
@@ -202,7 +126,7 @@ def test_aborts_and_failures_of_either_model(always) -> None:
     model = draft_model(small, 20)
     engine = make_engine(large, num_blocks=20, speculation=always(model))
     clients = []
-    for turn in range(200 * SCALE):
+    for turn in range(scaled(200, 4000)):
         if turn % 9 == 0:
             prompt = "xy"[turn % 2] * rng.randint(1, 60)
             clients.append(Client(engine, prompt, f"r{turn}", max_tokens=40, ignore_eos=True))
@@ -305,7 +229,7 @@ def test_the_time_of_drafting_is_not_a_steps_time() -> None:
 def test_prompts_are_read_along_in_a_quarter_of_the_time() -> None:
     speculation = drafting(draft_model(HashRunner(), tokens=512))
     model = speculation._drafting.model
-    model.cost = seconds(0.0, 0.1)
+    model.cost = costs(0.0, 0.1)
     model.cost.observe = lambda *a: None
     request = Request("r", [97] * 400, SamplingParams())
     speculation.read([request], 64)
@@ -354,75 +278,3 @@ def test_it_is_asked_while_it_pays_and_seldom_after_that() -> None:
         speculation.check_invariants([])
     assert asked[0.0] > 200
     assert asked[1.0] < 100
-
-
-def seconds(fixed: float, slope: float) -> StepCost:
-    cost = StepCost()
-    for size in (*range(1, 65), 128, 256):
-        for _ in range(3):
-            cost.observe(size, fixed + slope * size)
-    return cost
-
-
-@given(
-    st.lists(st.tuples(st.floats(0.1, 0.98), st.integers(0, 12)), min_size=1, max_size=6),
-    st.floats(0.001, 1),
-    st.floats(0, 0.3),
-    st.integers(0, 40),
-    st.integers(1, 64),
-)
-@settings(max_examples=150, deadline=None)
-def test_the_length_is_the_best_of_all(drafts, small, slope, catch_up, room) -> None:
-    chances = [[rate ** (i + 1) for i in range(n)] for rate, n in drafts]
-    large, little = seconds(1, slope), seconds(small, small / 20)
-    size = len(chances)
-
-    def rate(k: int) -> float:
-        width = sum(min(k, len(each)) for each in chances)
-        gain = sum(sum(each[:k]) for each in chances)
-        took = large.estimate(size + width, 1)[0] + little.estimate(size + catch_up, 1)[0]
-        return (size + gain) / (took + (k - 1) * little.estimate(size, 1)[0])
-
-    allowed = [k for k in range(1, 13) if sum(min(k, len(each)) for each in chances) <= room]
-    allowed = [k for k in allowed if k <= max(map(len, chances))]
-    base = tokens_per_second(large, chances, [0] * size)
-    got = best_length(base, size, (0.0, 0), chances, catch_up, room, large, little)
-    best = max(map(rate, allowed), default=0.0)
-    if got:
-        assert got in allowed and rate(got) == pytest.approx(best) and best > base
-    else:
-        assert best <= 1.031 * base
-
-
-def test_a_dear_draft_model_is_not_asked_and_a_cheap_one_for_more() -> None:
-    chances = [[0.8 ** (i + 1) for i in range(16)]]
-    large = seconds(1, 0.01)
-    base = tokens_per_second(large, chances, [0])
-    lengths = [
-        best_length(base, 1, (0.0, 0), chances, 0, 64, large, seconds(small, 0)) for small in (0.01, 0.1, 0.9)
-    ]
-    assert lengths[0] > lengths[1] > lengths[2] == 0
-
-
-def test_catching_up_takes_a_quarter_of_a_step() -> None:
-    assert catch_up_tokens(1.0, 1, 512, seconds(0.1, 0.01)) == pytest.approx(25, abs=3)
-    assert catch_up_tokens(1.0, 1, 10, seconds(0.1, 0.01)) == 10
-    assert catch_up_tokens(0.0, 1, 512, seconds(0.1, 0.01)) == 0
-
-
-def test_trials_grow_seldom_until_one_pays() -> None:
-    trials, made = Trials(), []
-    for turn in range(4000):
-        if trials.due:
-            trials.made()
-            made.append(turn)
-        trials.decline()
-        trials.check_invariants()
-    assert made[:TRIALS] == list(range(TRIALS))
-    gaps = np.diff(made[TRIALS:])
-    assert len(gaps) >= 3 and (gaps[1:] >= 2 * gaps[:-1] - 2).all()
-    trials.paid()
-    for _ in range(RETRY):
-        assert not trials.due
-        trials.decline()
-    assert trials.due

@@ -11,7 +11,8 @@ import pytest
 from hypothesis import settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
-from spec_tools import FULL, VOCAB, after, unique
+from scale import FULL
+from spec_tools import VOCAB, after, unique
 
 from spec import store as store_module
 from spec import store_kernels as kernels

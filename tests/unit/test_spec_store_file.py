@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from spec_tools import FULL, VOCAB, after, unique
+from scale import FULL
+from spec_tools import VOCAB, after, unique
 
 from spec import store as store_module
 from spec import store_file

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import random
 from collections.abc import Callable, Sequence
 
@@ -19,6 +18,7 @@ from fake_runner import (
     make_engine,
     text_after,
 )
+from scale import FULL
 from spec_tools import compute_all
 from test_engine import Client, finish
 
@@ -35,8 +35,6 @@ from hetero.scheduler import Scheduler
 from hetero.speculation import Speculation
 from spec.base import Draft
 from spec.store import Store
-
-FULL = os.environ.get("HETERO_TEST_SCALE") == "full"
 
 
 class Scripted:
