@@ -48,7 +48,8 @@ def test_two_servers_write_at_once_within_one_limit(tmp_path: Path) -> None:
     assert 100 < most[0] <= 160
     assert all(folder.stats.damaged == folder.stats.failed == 0 for folder in two)
     third = open_folder(tmp_path, limit)
-    assert all(get(third, n) for n in range(300) if third.mask(key_of(n)))
+    known = [n for n in range(300) if third.mask(key_of(n))]
+    assert len(known) > 100 and all(get(third, n) for n in known)
 
 
 def test_a_server_that_ended_takes_no_room(tmp_path: Path) -> None:

@@ -169,7 +169,8 @@ def test_a_failed_step_costs_its_requests_only(depth: int) -> None:
     engine.step()
     runner.fail_steps = 1
     finish(engine)
-    assert FinishReason.ERROR in {c.reason for c in lost}
+    errors = {c.deltas[-1].error for c in lost if c.reason is FinishReason.ERROR}
+    assert "the device failed: out of memory" in errors
     for i, client in enumerate(lost):
         if client.reason is FinishReason.ERROR:
             message = client.deltas[-1].error or ""
@@ -262,3 +263,25 @@ def test_time_outside_the_graph_and_latencies() -> None:
     assert stats.queue.sum == pytest.approx(3.0)
     assert stats.e2e.sum == pytest.approx(5.0 + 2.0)
     assert (stats.prompt_tokens, stats.generated_tokens) == (10, 8)
+
+
+def test_what_moves_and_prompts_cost_is_what_the_slowest_stage_took() -> None:
+    stages = (
+        StageTimes(graph_seconds=1.0, move_seconds=0.5, moved_bytes=100),
+        StageTimes(graph_seconds=2.0, move_seconds=0.25, moved_bytes=300),
+    )
+
+    class Timed(FakeRunner):
+        def wait(self, timeout=None, /):
+            result = super().wait(timeout)
+            assert result is not None
+            result.stages = stages
+            return result
+
+    engine = make_engine(Timed())
+    for i in range(60):
+        Client(engine, chr(40 + i).ljust(64), f"r{i}", max_tokens=1)
+        finish(engine)
+    costs = engine.scheduler.kv.host.costs
+    assert costs.token_seconds == pytest.approx(2.0 / 64, rel=0.01)
+    assert costs.byte_seconds == pytest.approx(0.5 / 400, rel=0.01)

@@ -68,7 +68,9 @@ def test_a_first_part_with_the_metadata_alone(whole: Path):
 
 
 def test_split_count_of_one_is_a_whole_file(whole: Path):
-    open_gguf(rewrite(whole, whole.with_name("a.gguf"), {"split.count": 1})).close()
+    copy = rewrite(whole, whole.with_name("a.gguf"), {"split.count": 1})
+    with open_gguf(whole) as one, open_gguf(copy) as other:
+        assert other.tensors.keys() == one.tensors.keys() and other.paths == [copy]
 
 
 def test_a_missing_part(parts: list[Path]):

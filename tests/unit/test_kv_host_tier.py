@@ -176,8 +176,7 @@ def test_a_budget_bounds_what_a_step_loads() -> None:
     costs.observe(0, 0, MIN_TOKENS, 10.0)
     a, b = world.add(A), world.add(B)
     loads = [len(world.step().loads) for _ in range(4)]
-    assert loads == [2, 2, 2, 2] or sum(loads) == 8, "at most so many, until all is there"
-    assert max(loads) == 2
+    assert loads == [2, 2, 2, 2], "at most so many, until all is there"
     while world.s.has_work:
         world.step()
     assert a.num_cached_tokens == b.num_cached_tokens == 16

@@ -166,7 +166,8 @@ class Loop:
         while self.step():
             pass
         for request in self.requests:
-            if request.finish_reason is not None and request.finish_reason.value == "length":
+            assert request.finish_reason is not None
+            if request.finish_reason.value == "length":
                 expected = alone(request.prompt_token_ids, len(request.output_token_ids))
                 assert request.output_token_ids == expected
 

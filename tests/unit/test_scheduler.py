@@ -202,6 +202,10 @@ def test_cancel_in_every_state() -> None:
     s.add(idle)
     run_step(s)
     assert s.abort("idle") is idle and not s.has_work
+    again = request("again", list(idle.prompt_token_ids), 1)
+    s.add(again)
+    run_step(s)
+    assert again.num_cached_tokens == 19, "what it had computed stays known"
     assert s.kv.available_blocks() == [64] and s.counters.finished[FinishReason.ABORT] == 3
 
 
@@ -256,3 +260,27 @@ def test_what_was_not_computed_does_not_count_as_computed() -> None:
     for name in ("half", "never"):
         s.abort(name)
     assert s.counters.tokens_from() == {"device": 0, "host": 0, "computed": 8}
+
+
+class Guesses:
+    """As many tokens as may be."""
+
+    def draft(self, due, limits, num_tokens, room, /) -> list[list[int]]:
+        return [[7] * limit for limit in limits]
+
+    def read(self, requests, num_tokens, /) -> None:
+        return
+
+
+@pytest.mark.parametrize(("depth", "free"), [(1, 0), (2, 2)])
+def test_guesses_leave_blocks_to_those_who_are_served_meanwhile(depth: int, free: int) -> None:
+    s = scheduler(groups(4 * SIZE), budget=64, depth=depth)
+    for name in "ab":
+        s.add(request(name, 15, 17))
+    steps = [s.schedule() for _ in range(depth)]
+    run_step(s, steps[0])
+    assert s.num_running == 2 and s.kv.available_blocks() == [2]
+    s.drafter = Guesses()
+    step = s.schedule()
+    assert step is not None and any(step.drafts) == (depth == 1)
+    assert s.kv.available_blocks() == [free]

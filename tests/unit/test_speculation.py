@@ -32,7 +32,7 @@ from hetero.request import FinishReason, OutputDelta, Request
 from hetero.sampling.params import SamplingParams
 from hetero.sampling.sampler import Sampler
 from hetero.scheduler import Scheduler
-from hetero.speculation import Speculation
+from hetero.speculation import LONGEST_PAUSE, Speculation
 from spec.base import Draft
 from spec.store import Store
 
@@ -94,10 +94,31 @@ def test_right_guesses_spare_steps() -> None:
         engine = make_engine(FakeRunner(), speculation=scripted(wrong, 7))
         client = Client(engine, "hello", max_tokens=64, ignore_eos=True)
         finish(engine)
-        steps[wrong], timings = engine.stats().steps, client.deltas[-1].timings
+        stats = engine.stats()
+        steps[wrong], timings = stats.steps, client.deltas[-1].timings
+        assert stats.speculation is not None
+        tokens = stats.speculation.request_tokens
+        assert (sum(tokens.counts), tokens.sum) == (stats.steps, 64)
         assert timings is not None and timings.draft_n >= timings.draft_n_accepted
         assert timings.predicted_n == 64 and (timings.prompt_n, timings.cache_n) == (5, 0)
     assert steps == {0.0: 8, 1.0: 64}
+
+
+def test_looks_for_guesses_that_are_never_right_grow_far_apart() -> None:
+    looks: list[int] = []
+
+    class Noted(Scripted):
+        def propose(self, max_tokens: int) -> Draft:
+            looks.append(len(self.ids))
+            return super().propose(max_tokens)
+
+    speculation = Speculation(("noted",), lambda r: (Noted(1.0),), 8)
+    engine = make_engine(FakeRunner(), speculation=speculation)
+    client = Client(engine, "hello", max_tokens=150, ignore_eos=True)
+    finish(engine)
+    assert client.text == text_after("hello", 150)
+    gaps = np.diff(looks)
+    assert gaps.max() == LONGEST_PAUSE and (gaps[-5:] == LONGEST_PAUSE).all()
 
 
 @pytest.mark.parametrize("most", range(1, 12))

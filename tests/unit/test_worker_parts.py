@@ -197,11 +197,13 @@ def test_a_claim_waits_for_a_holder_that_is_about_to_end():
 
 
 def test_closing_a_worker_frees_its_port():
-    with socket.create_server(("127.0.0.1", 0)) as sock:
-        address = sock.getsockname()
-        worker = Worker([sock], secrets.Secret(b"x" * 16, "test"), print, {}, exclusive=lambda name: True)
-        worker.start()
-        worker.close()
+    sock = socket.create_server(("127.0.0.1", 0))
+    address = sock.getsockname()
+    worker = Worker([sock], secrets.Secret(b"x" * 16, "test"), print, {}, exclusive=lambda name: True)
+    worker.start()
+    with pytest.raises(OSError):
+        socket.create_server(address)
+    worker.close()
     socket.create_server(address).close()
 
 
