@@ -1,5 +1,8 @@
 """Request bodies: bounded in size and time, and JSON without surprises.
 
+A body has `body_timeout` seconds, and one more for each `body_rate` bytes that have come: a byte now and then
+keeps no connection, while a slow uplink may take hours. (Apache's mod_reqtimeout has such a MinRate.)
+
 Accepted: a byte order mark, any Content-Type or none, gzip and deflate. Of duplicate keys the last one
 counts, as in Python and JavaScript. Refused with 400: text that is not UTF-8, NaN and Infinity, half of a
 surrogate pair, nesting beyond MAX_DEPTH, anything but an object.
@@ -34,15 +37,13 @@ async def read_body(request: web.Request, settings: ServerSettings) -> bytes:
     if encoding not in ("identity", "gzip", "deflate", ""):
         raise ApiError(415, f"Content-Encoding {encoding!r} is not supported; use gzip or none")
     pieces: list[bytes] = []
-    size = 0
+    size, clock = 0, _Clock(settings)
     while True:
         try:
-            async with asyncio.timeout(settings.body_timeout):
+            async with asyncio.timeout(clock.patience(size)):
                 piece = await request.content.readany()
         except TimeoutError:
-            raise ApiError(
-                408, f"the request body stopped arriving for {settings.body_timeout:g} seconds", close=True
-            ) from None
+            raise clock.late(size) from None
         except web.RequestPayloadError as error:
             request.content.feed_eof()  # else aiohttp reads on, and stumbles over the same error
             raise ApiError(
@@ -54,6 +55,30 @@ async def read_body(request: web.Request, settings: ServerSettings) -> bytes:
         if size > limit:
             raise _too_large(limit)
         pieces.append(piece)
+
+
+class _Clock:
+    """When a body is late. Starts when its request's headers have come."""
+
+    def __init__(self, settings: ServerSettings) -> None:
+        self._settings = settings
+        self._began = asyncio.get_running_loop().time()
+
+    def patience(self, size: int) -> float:
+        """Seconds until the next piece is late, when `size` bytes have come. What waits already is read."""
+        return min(self._settings.body_timeout, self._left(size))
+
+    def late(self, size: int) -> ApiError:
+        """408 that says which bound it was."""
+        pause, rate = self._settings.body_timeout, self._settings.body_rate
+        why = f"stopped arriving for {pause:g} seconds"
+        if self._left(size) <= 0:
+            why = f"arrives too slowly: fewer than {rate} bytes a second, beyond its first {pause:g} seconds"
+        return ApiError(408, f"the request body {why}", close=True)
+
+    def _left(self, size: int) -> float:
+        allowed = self._settings.body_timeout + size / self._settings.body_rate
+        return self._began + allowed - asyncio.get_running_loop().time()
 
 
 def _too_large(limit: int) -> ApiError:

@@ -17,7 +17,8 @@ class ServerSettings:
     allowed_hosts       further names in the Host header, "*" = any; see hetero.server.security
     allowed_origins     further browser origins ("https://chat.example"), "*" = any
     max_body_bytes      largest request body, after decompression
-    body_timeout        longest pause between two pieces of a request body
+    body_timeout        longest pause between two pieces of a request body, and what any body may take
+    body_rate           bytes a second of a body that takes longer, on average beyond `body_timeout`
     write_timeout       how long a client may stop reading a stream before it counts as gone
     keep_alive          pause after which a silent stream gets a comment line
     drain               how long running requests may go on after a stop signal
@@ -33,6 +34,7 @@ class ServerSettings:
     allowed_origins: tuple[str, ...] = ()
     max_body_bytes: int = 32 << 20
     body_timeout: float = 30.0
+    body_rate: int = 4096
     write_timeout: float = 60.0
     keep_alive: float = 5.0
     drain: float = 30.0

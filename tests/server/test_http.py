@@ -106,6 +106,61 @@ async def test_a_body_that_never_arrives() -> None:
         writer.close()
 
 
+BODIES = {  # of routes in every dialect, and where their error's words are
+    CHAT: ("error", "message"),
+    "/v1/responses": ("error", "message"),
+    "/v1/messages": ("error", "message"),
+    "/v1/messages/count_tokens": ("error", "message"),
+    "/api/chat": ("error",),
+    "/completion": ("error", "message"),
+    "/tokenize": ("error", "message"),
+}
+
+
+@pytest.mark.parametrize("path", BODIES)
+async def test_a_body_that_drips_gets_a_408_and_gives_its_place_back(path: str) -> None:
+    async with running(
+        FakeEngine(), body_timeout=0.3, body_rate=1000, api_keys=("key",), key_requests=1
+    ) as client:
+        headers = "Host: localhost\r\nx-api-key: key\r\nContent-Length: 5000\r\nConnection: close\r\n\r\n"
+        reader, writer = await asyncio.open_connection(client.host, client.port)
+        writer.write(f"POST {path} HTTP/1.1\r\n{headers}{{".encode())
+        answer = asyncio.create_task(reader.readuntil(b"\r\n\r\n"))
+        async with asyncio.timeout(10):
+            while not answer.done():  # each pause is far shorter than the timeout
+                writer.write(b" ")
+                await asyncio.sleep(0.02)
+        head = (await answer).decode()
+        assert head.startswith("HTTP/1.1 408 "), head
+        length = int(head.lower().partition("content-length: ")[2].partition("\r\n")[0])
+        words: Any = json.loads(await reader.readexactly(length))
+        writer.close()
+        for name in BODIES[path]:
+            words = words[name]
+        assert "1000 bytes a second" in words
+        free = await client.post(CHAT, GOOD, headers={"x-api-key": "key"})
+        assert free.status == 200, free.text
+
+
+async def test_a_large_body_may_take_long() -> None:
+    """Far longer than the timeout, at twice the least rate."""
+    async with running(FakeEngine(), body_timeout=0.3, body_rate=20_000) as client:
+        began = asyncio.get_running_loop().time()
+
+        async def slowly() -> Any:
+            sent = 0
+            while sent < 40_000:
+                await asyncio.sleep(0.01)
+                due = min(40_000, int(40_000 * (asyncio.get_running_loop().time() - began)))
+                yield b" " * (due - sent)
+                sent = due
+            yield GOOD
+
+        async with client.session.post(client.base + CHAT, data=slowly()) as response:
+            assert response.status == 200, await response.text()
+        assert asyncio.get_running_loop().time() - began > 0.9
+
+
 async def test_headers_that_never_arrive(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(protocol, "HEADER_TIMEOUT", 0.1)
     async with running(FakeEngine()) as client:
