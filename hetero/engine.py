@@ -361,7 +361,7 @@ class Engine:
         delta.finish_reason = request.finish_reason
         if request.finish_reason is FinishReason.ERROR:
             delta.error = generation.error or "the request failed"
-            delta.error_code = generation.error_code
+            delta.error_code, delta.error_field = generation.error_code, generation.error_field
         else:
             delta.text += generation.detokenizer.finish()
             delta.stop_string = generation.detokenizer.stop_string

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -10,10 +11,12 @@ import numpy as np
 from hetero.batch import Step
 from hetero.embedding import Pool, split_rows
 from hetero.protocols import GrammarLike, SamplerLike, TokenizerLike
-from hetero.request import FinishReason, OutputDelta, Request, Timings, TokenLogprob
+from hetero.request import FinishReason, OutputDelta, Request, RequestError, Timings, TokenLogprob
 from hetero.sampling.sampler import SamplerState
 from hetero.text.detokenizer import Detokenizer
 from spec.verify import verify
+
+log = logging.getLogger(__name__)
 
 Sink = Callable[[OutputDelta], None]
 
@@ -37,6 +40,14 @@ class Generation:
     embedding: list[float] | None = None
     error: str | None = None
     error_code: str | None = None
+    error_field: str | None = None  # the client's name for what is at fault
+
+    def fail(self, error: Exception) -> None:
+        """Note why it is to end. What the client has asked for in vain is the operator's business, too."""
+        self.error = one_line(error)
+        if isinstance(error, RequestError):
+            self.error_code, self.error_field = error.code, error.field
+            log.warning("request %s ends early: %s", self.request.request_id, self.error)
 
     def timings(self) -> Timings:
         request, first_token = self.request, self.first_token_time
@@ -170,7 +181,7 @@ def _mask(generation: Generation) -> np.ndarray | None:
     try:
         generation.grammar.fill_mask(generation.mask)
     except Exception as error:
-        generation.error = one_line(error)
+        generation.fail(error)
         return None
     return generation.mask
 
@@ -194,7 +205,7 @@ def _take_token(
         else:
             text = generation.detokenizer.push(token_id)
     except Exception as error:
-        generation.error = one_line(error)
+        generation.fail(error)
         return "", FinishReason.ERROR
     return text, FinishReason.STOP if finished or generation.detokenizer.stopped else None
 

@@ -133,6 +133,7 @@ class OutputDelta:
     finish_reason: FinishReason | None = None
     error: str | None = None
     error_code: str | None = None  # as in RequestError, where there is one
+    error_field: str | None = None  # likewise: what the client asked for could not be done after all
     stop_string: str | None = None  # in the last delta: the one that was found
     num_prompt_tokens: int = 0
     num_output_tokens: int = 0

@@ -169,7 +169,7 @@ class Generation:
         """What is new, as it comes; None when nothing has come for `idle` to twice `idle` seconds.
 
         Raises ApiError when a choice fails: 500 for an error of the engine, 503 when the server ended it
-        or a device was lost.
+        or a device was lost, 400 for what turned out not to be possible as asked.
         """
         if idle is not None:  # one timer for the whole stream: one for each token costs a third more
             self._ticker = asyncio.get_running_loop().call_later(idle, self._tick, idle)
@@ -186,9 +186,7 @@ class Generation:
             if isinstance(delta, Exception):
                 raise as_api_error(delta)
             if delta.finish_reason == FinishReason.ERROR:
-                status = 500 if delta.error_code is None else 503
-                code = delta.error_code or "generation_failed"
-                raise ApiError(status, delta.error or "the generation failed", code=code)
+                raise _failure(delta)
             if delta.finish_reason == FinishReason.ABORT:
                 raise ApiError(503, "the server is stopping and ended this request", code="aborted")
             running -= delta.finish_reason is not None
@@ -217,3 +215,13 @@ class Generation:
             assert piece is not None
             choices[piece.index].add(piece)
         return choices
+
+
+def _failure(last: OutputDelta) -> ApiError:
+    status = 400 if last.error_field is not None else 500 if last.error_code is None else 503
+    return ApiError(
+        status,
+        last.error or "the generation failed",
+        param=last.error_field,
+        code=last.error_code or "generation_failed",
+    )

@@ -6,6 +6,7 @@ import contextlib
 import ctypes
 import json
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -14,6 +15,7 @@ import llama_cpp.llama_cpp as llama
 import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
+from hetero.request import RequestError
 from hetero.text.output import MAX_CHARS, OutputError, field_of, grammar_of
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around
@@ -27,6 +29,11 @@ _LIMITS = LLParserLimits(
     max_grammar_size=200_000, max_items_in_row=20_000, step_max_items=200_000, verbose_errors=False
 )
 
+# What an answer's grammar may take: for the largest schemas a mask takes 10 ms.
+FIRST_SECONDS = 2.0
+TOKEN_SECONDS = 0.05
+_NOT_ALLOWED = "doesn't satisfy the grammar"  # llguidance of a token that the mask had not let through
+
 
 class Grammar:
     """Where one request's output stands in its grammar. Used by one thread at a time."""
@@ -35,6 +42,8 @@ class Grammar:
         """`field` is the client's name for it, for errors."""
         self._matcher = matcher
         self._field = field
+        self._seconds = 0.0  # of CPU time
+        self._num_tokens = 0
 
     def fork(self) -> Grammar:
         """An independent copy at the same place."""
@@ -44,17 +53,42 @@ class Grammar:
         """Set the bits of the tokens that may come next.
 
         `row` is int32 [ceil(n_vocab / 32)], C-contiguous; token t is bit t % 32 of row[t // 32].
-        ValueError if the grammar proves too complex.
+        RequestError that names the client's field if the grammar proves too complex.
         """
         if row.dtype != np.int32 or row.ndim != 1 or not row.flags.c_contiguous:
             raise TypeError("the mask must be one contiguous row of int32")
+        began = time.thread_time()
         self._matcher.unsafe_compute_mask_ptr(row.ctypes.data, row.nbytes)
         if self._matcher.is_error():
-            raise OutputError(_one_line(self._matcher.get_error()), self._field)
+            raise self._too_complex(_one_line(self._matcher.get_error()))
+        self._account(began)
 
     def accept(self, token_id: int) -> bool:
-        """Take the sampled token. False if the grammar does not allow it."""
-        return self._matcher.consume_token(token_id)
+        """Take the sampled token. False if the grammar does not allow it; RequestError as of `fill_mask`."""
+        began = time.thread_time()
+        taken = self._matcher.consume_token(token_id)
+        if self._matcher.is_error():  # and then what it returns means nothing
+            why = _one_line(self._matcher.get_error())
+            if _NOT_ALLOWED in why:
+                return False
+            raise self._too_complex(why)
+        self._num_tokens += 1
+        self._account(began)
+        return taken
+
+    def _account(self, began: float) -> None:
+        """Everybody's step waits while one grammar thinks: what has cost far more than it may is ended."""
+        self._seconds += time.thread_time() - began
+        if self._seconds > FIRST_SECONDS + TOKEN_SECONDS * self._num_tokens:
+            raise self._too_complex(f"{self._seconds:.1f} s for {self._num_tokens} tokens")
+
+    def _too_complex(self, why: str) -> RequestError:
+        """A small grammar can need a state for each way in which a long text might go on."""
+        return RequestError(
+            f"{self._field}: it proved too complex in the middle of the answer ({why})",
+            self._field,
+            "grammar_too_complex",
+        )
 
     @property
     def is_finished(self) -> bool:

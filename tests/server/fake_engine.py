@@ -80,7 +80,7 @@ class FakeStream:
                 break
             if count == self.engine.fail_after:
                 self.engine.running.discard(self)
-                yield OutputDelta(finish_reason=FinishReason.ERROR, error="the device failed")
+                yield self.engine.failure
                 return
             at = count % (len(self.script) + 1) if not self.params.ignore_eos else count % len(self.script)
             token_id = IM_END if at == len(self.script) else self.script[at]
@@ -127,6 +127,7 @@ class FakeEngine:
         self.prefill_seconds = 0.0
         self.token_seconds = 0.0
         self.fail_after = -1
+        self.failure = OutputDelta(finish_reason=FinishReason.ERROR, error="the device failed")
         self.cached_tokens = 0
         self.cancelled = 0
         self.healthy: tuple[bool, str] = (True, "")

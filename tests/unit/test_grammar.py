@@ -6,6 +6,8 @@ import time
 import numpy as np
 import pytest
 
+from hetero.request import RequestError
+from hetero.text import grammar as grammar_module
 from hetero.text.grammar import GrammarCompiler
 from hetero.text.output import MAX_CHARS
 from hetero.text.tokenizer import Tokenizer
@@ -176,3 +178,37 @@ def test_the_mask_must_fit(compiler):
         grammar.fill_mask(np.zeros(10, np.int64))
     with pytest.raises(TypeError):
         grammar.fill_mask(np.zeros((2, 20), np.int32)[:, ::2][0])
+
+
+def test_a_grammar_that_proves_too_complex_names_its_field(tokenizer, compiler):
+    """It compiles; what it has read so far then needs too many states."""
+    pattern = "(.|\n)*a(.|\n){100}c(.|\n){100}d"
+    grammar = compiler.compile({"type": "regex", "regex": pattern, "field": "guided_regex"})
+    row = np.zeros((tokenizer.n_vocab + 31) // 32, np.int32)
+    with pytest.raises(RequestError, match="guided_regex: it proved too complex") as refused:
+        for token_id in tokenizer.encode(
+            "abbabaabbbabaacababbbabbabaa" * 40, parse_special=False, add_special=False
+        ):
+            grammar.fill_mask(row)
+            assert grammar.accept(token_id)
+    assert (refused.value.field, refused.value.code) == ("guided_regex", "grammar_too_complex")
+    with pytest.raises(RequestError):
+        grammar.accept(0)
+    with pytest.raises(RequestError):
+        grammar.fill_mask(row)
+    fine = compiler.compile({"type": "regex", "regex": "a+"})
+    assert not fine.accept(tokenizer.encode("b", parse_special=False, add_special=False)[0])
+
+
+def test_a_grammar_that_takes_seconds_is_ended(tokenizer, compiler, monkeypatch):
+    """Each of these letters can stand in ever more places of the tree; llguidance would go on for minutes."""
+    monkeypatch.setattr(grammar_module, "FIRST_SECONDS", 0.2)
+    monkeypatch.setattr(grammar_module, "TOKEN_SECONDS", 0.002)
+    grammar = compiler.compile({"type": "grammar", "grammar": 'start: s\ns: "a" | s s | s s s | s s s s'})
+    row = np.zeros((tokenizer.n_vocab + 31) // 32, np.int32)
+    (token_id,) = tokenizer.encode("a", parse_special=False, add_special=False)
+    with pytest.raises(RequestError, match=r"too complex .* s for \d+ tokens") as refused:
+        for _ in range(500):
+            grammar.fill_mask(row)
+            assert grammar.accept(token_id)
+    assert refused.value.code == "grammar_too_complex"

@@ -13,7 +13,10 @@ from hetero.text.tools.scan import MarkFinder
 
 Readers = Mapping[str, Callable[[], Reader]]  # what begins a call, and who reads what follows
 BETWEEN = " \t\r\n;,`"  # what separates calls, or is left of a fenced block
-_START = re.compile(r"\s*(?:```(?:json)?\s*)?(?=[{\[])")
+MAX_BLANKS = 1024  # that wait for what follows them; models have been seen to write nothing else
+_SOME = rf"\s{{0,{MAX_BLANKS}}}"
+_START = re.compile(rf"{_SOME}(?:```(?:json)?{_SOME})?(?=[{{\[])")
+_MAY_START = re.compile(rf"{_SOME}(?:`{{0,2}}|```(?:{_SOME}|j|js|jso|json{_SOME}))")
 _ALPHANUMERIC = string.ascii_letters + string.digits
 
 
@@ -57,7 +60,8 @@ class ToolParser:
     dropped     marks that mean nothing here
     at_start    if given, reads an answer that begins with "{" or "[", or with a fence and those
 
-    What a reader refuses before it has found a name is text after all. Blanks before a call are dropped.
+    What a reader refuses before it has found a name is text after all. Blanks before a call are dropped, the
+    last MAX_BLANKS of them.
     """
 
     def __init__(
@@ -80,7 +84,8 @@ class ToolParser:
         self._make: Callable[[], Reader] | None = None
         self._reader: Reader | None = None
         self._mark = ""  # the opening one
-        self._raw = ""  # what followed it, until a name is found
+        self._raw = ""  # text that waits for more
+        self._unnamed: list[str] = []  # what followed the opening mark, until a name is found
         self._named = False
 
     @property
@@ -99,7 +104,7 @@ class ToolParser:
         if self._reader is not None:
             parts += self._calls.parts(self._reader.finish())
             if not self._named:
-                self._say(self._mark + self._raw, parts)
+                self._say(self._mark + "".join(self._unnamed), parts)
         elif self._state == self._start:
             self._say(self._raw, parts)
         self._say(self._finder.finish(), parts)
@@ -110,16 +115,18 @@ class ToolParser:
     def check_invariants(self) -> None:
         """What is held back is only what may yet become something else."""
         self._finder.check_invariants()
-        assert not self._blanks.strip()
+        assert not self._blanks.strip() and len(self._blanks) <= MAX_BLANKS
         assert (self._reader is not None) == (self._state == self._call)
         assert self._reader is None or not (self._reader.done or self._reader.failed)
-        assert not self._raw or not self._named or self._state != self._call
+        assert not self._unnamed or (self._state == self._call and not self._named)
+        assert not self._raw or self._state in (self._start, self._after)
+        assert len(self._raw) <= 2 * MAX_BLANKS + len("```json")
         if self._state == self._after:
             assert not self._raw or any(closer.startswith(self._raw) for closer in self._closers)
 
     def _say(self, text: str, parts: list[Part]) -> None:
         text = self._blanks + text
-        said = text.rstrip()
+        said = text[: max(len(text.rstrip()), len(text) - MAX_BLANKS)]
         self._blanks = text[len(said) :]
         if said:
             parts.append(TextPart(said))
@@ -127,14 +134,12 @@ class ToolParser:
     def _start(self, text: str, parts: list[Part]) -> str | None:
         """At the start of the answer, which may be nothing but calls."""
         self._raw += text
-        if "```json".startswith(self._raw.lstrip()):
-            return None
         found = _START.match(self._raw)
         if found:
             rest, self._raw = self._raw[found.end() :], ""
             self._open(self._at_start, found.group())
             return rest
-        if self._raw.rstrip() in ("```", "```json"):
+        if _MAY_START.fullmatch(self._raw):
             return None
         self._state, rest, self._raw = self._text, self._raw, ""
         return rest
@@ -150,22 +155,25 @@ class ToolParser:
 
     def _open(self, make: Callable[[], Reader] | None, mark: str) -> None:
         assert make is not None
-        self._make, self._reader, self._mark, self._raw, self._named = make, make(), mark, "", False
+        self._make, self._reader, self._mark, self._named = make, make(), mark, False
+        self._unnamed.clear()
         self._state = self._call
 
     def _call(self, text: str, parts: list[Part]) -> str | None:
         assert self._reader is not None
         events, rest = self._reader.push(text)
         if any(isinstance(event, Name) for event in events):
-            self._named, self._raw, self._blanks = True, "", ""
+            self._named, self._blanks = True, ""
+            self._unnamed.clear()
         elif not self._named:
-            self._raw += text
+            self._unnamed.append(text)
         parts += self._calls.parts(events)
         if self._reader.failed:
             self._reader, self._state = None, self._text
             if not self._named:
                 self._say(self._mark, parts)
-                rest, self._raw = self._raw, ""
+                rest = "".join(self._unnamed)
+                self._unnamed.clear()
         elif self._reader.done:
             self._reader, self._state = None, self._after
         return rest
