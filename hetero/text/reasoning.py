@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from hetero.text.parts import Part, PartsParser, ReasoningPart
-from hetero.text.tools.scan import MarkFinder
+from hetero.text.tools.scan import MAX_BLANKS, MarkFinder, split_blanks
 
 # (opening, closing); a template that knows thinking writes or looks for the closing one.
 TAGS = (
@@ -35,7 +35,8 @@ def left_open(text: str, template: str) -> str:
 
 
 class ReasoningParser:
-    """Reasoning first, if any, then what `answer` makes of the rest. Blanks around reasoning are dropped."""
+    """Reasoning first, if any, then what `answer` makes of the rest. Blanks around reasoning are dropped, but
+    no more than MAX_BLANKS before it, and the last MAX_BLANKS within."""
 
     def __init__(self, answer: PartsParser, tags: tuple[str, str], begun: bool):
         self._answer = answer
@@ -64,12 +65,16 @@ class ReasoningParser:
         self._finder.check_invariants()
         if self._state == self._start:
             assert self._open.startswith(self._held.lstrip()) and self._held.lstrip() != self._open
+            assert len(self._held) <= MAX_BLANKS + len(self._open)
         elif self._state == self._thinking:
             assert not self._held.strip() and (self._thought or not self._held)
+            assert len(self._held) <= MAX_BLANKS
 
     def _start(self, text: str) -> list[Part]:
         text = self._held + text
         begun = text.lstrip()
+        if len(text) - len(begun) > MAX_BLANKS:
+            begun = text
         if begun.startswith(self._open):
             self._held, self._state = "", self._thinking
             return self._thinking(begun[len(self._open) :])
@@ -92,8 +97,7 @@ class ReasoningParser:
         text = self._held + text
         if not self._thought:
             text = text.lstrip()
-        thought = text.rstrip()
-        self._held = text[len(thought) :]
+        thought, self._held = split_blanks(text)
         if thought:
             self._thought = True
             parts.append(ReasoningPart(thought))

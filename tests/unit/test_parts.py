@@ -18,6 +18,7 @@ from hetero.text.parts import (
     parser_for,
 )
 from hetero.text.tools.families import family_of
+from hetero.text.tools.scan import MAX_BLANKS
 
 TOOLS = [
     {
@@ -365,6 +366,48 @@ def test_a_long_answer_takes_linear_time():
     call = f'<tool_call>{{"name": "get_weather", "arguments": {{"city": "{value}"}}}}</tool_call>'
     pieces = [call[at : at + 4] for at in range(0, len(call), 4)]
     assert read(new_parser(HERMES), pieces)[2] == [("get_weather", {"city": json.loads(f'"{value}"')})]
+
+
+@given(st.data())
+@settings(max_examples=80, deadline=None)
+def test_blanks_without_end_are_read_the_same_however_they_are_cut(data):
+    template, answer, _ = ANSWERS[data.draw(st.sampled_from(sorted(ANSWERS)))]
+    words = [" " * 700, "\n" * (MAX_BLANKS + 1), "```", "json", "\n", "x", "{", '{"name": "now"}']
+    words += [*sorted(family_of(template).marks), answer[:9], answer]
+    text = "".join(data.draw(st.lists(st.sampled_from(words), max_size=8)))
+    cuts = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=20)))
+    pieces = [text[a:b] for a, b in zip([0, *cuts], [*cuts, len(text)], strict=True)]
+    found = []
+    for cut in ([text], pieces):
+        parser, parts = new_parser(template), []
+        for piece in cut:
+            parts += parser.push(piece)
+            parser.check_invariants()
+        parts += parser.finish()
+        kinds = (TextPart, ReasoningPart, ToolCallArguments)
+        joined = ["".join(part.text for part in parts if isinstance(part, kind)) for kind in kinds]
+        found.append((joined, [part.name for part in parts if isinstance(part, ToolCallStart)]))
+    assert found[0] == found[1]
+
+
+@pytest.mark.parametrize("template", [HERMES, GENERIC, QWEN3, CODER])
+def test_blanks_stream_when_there_are_very_many(template):
+    """Half a megabyte of them: all but the last are said, and a call is still found."""
+    blanks, call = " \n" * (1 << 18), '<tool_call>{"name": "now", "arguments": {}}</tool_call>'
+    if template is CODER:
+        call = "<tool_call><function=now></function></tool_call>"
+    pieces = [blanks[at : at + 64] for at in range(0, len(blanks), 64)]
+    for first in ("x", ""):
+        parser = new_parser(template)
+        parts = [*parser.push(first), *(part for piece in pieces for part in parser.push(piece))]
+        said = "".join(part.text for part in parts)
+        parser.check_invariants()
+        assert first + blanks == said + "".join(part.text for part in parser.finish())
+        assert len(said) >= len(blanks) - MAX_BLANKS
+    wanted = ("x" + blanks[:-MAX_BLANKS], "", [NOW])
+    assert read(new_parser(template), ["x", *pieces, call]) == wanted
+    behind = read(new_parser(template), [call, *pieces, call])
+    assert behind[2] == [NOW, NOW] and not behind[0].strip()
 
 
 @pytest.mark.parametrize(

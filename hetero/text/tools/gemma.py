@@ -71,7 +71,7 @@ class GemmaCall:
         text, self._word = self._word + text, ""
         found = _WORD_END.search(text)
         if found is None or _CUT_QUOTE.search(text, 0, found.end() + 2) is not None:
-            self._word = text
+            self._word = text.lstrip()  # there may be very many blanks
             return ""
         pieces.append(self._word_json(text[: found.start()], found.group()))
         return self._structure(found.group(), text, found, pieces)

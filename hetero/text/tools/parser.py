@@ -9,11 +9,10 @@ from collections.abc import Callable, Mapping, Sequence
 
 from hetero.text.parts import Part, TextPart, ToolCallArguments, ToolCallStart
 from hetero.text.tools.readers import Name, Reader
-from hetero.text.tools.scan import MarkFinder
+from hetero.text.tools.scan import MAX_BLANKS, MarkFinder, split_blanks
 
 Readers = Mapping[str, Callable[[], Reader]]  # what begins a call, and who reads what follows
 BETWEEN = " \t\r\n;,`"  # what separates calls, or is left of a fenced block
-MAX_BLANKS = 1024  # that wait for what follows them; models have been seen to write nothing else
 _SOME = rf"\s{{0,{MAX_BLANKS}}}"
 _START = re.compile(rf"{_SOME}(?:```(?:json)?{_SOME})?(?=[{{\[])")
 _MAY_START = re.compile(rf"{_SOME}(?:`{{0,2}}|```(?:{_SOME}|j|js|jso|json{_SOME}))")
@@ -125,9 +124,7 @@ class ToolParser:
             assert not self._raw or any(closer.startswith(self._raw) for closer in self._closers)
 
     def _say(self, text: str, parts: list[Part]) -> None:
-        text = self._blanks + text
-        said = text[: max(len(text.rstrip()), len(text) - MAX_BLANKS)]
-        self._blanks = text[len(said) :]
+        said, self._blanks = split_blanks(self._blanks + text)
         if said:
             parts.append(TextPart(said))
 

@@ -5,8 +5,16 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable
 
+MAX_BLANKS = 1024  # that wait for what follows them; models have been seen to write nothing else
 _STRING_END = re.compile(r'["\\]')
 _STRUCTURE = re.compile(r'["{}\[\],]|\s')
+
+
+def split_blanks(text: str) -> tuple[str, str]:
+    """(text, the blanks at its end: the last MAX_BLANKS of them). However a text is cut, what is held back of
+    it and joined with the next piece makes the same of the whole."""
+    end = max(len(text.rstrip()), len(text) - MAX_BLANKS)
+    return text[:end], text[end:]
 
 
 class MarkFinder:

@@ -86,9 +86,13 @@ class TaggedCall:
 
     def _in_name(self, before: str, mark: str | None, events: list[Event]) -> None:
         self._pieces.append(before)
-        name = "".join(self._pieces).strip()
-        self.failed = len(name) > MAX_HEADER_CHARS or (mark is None and "{" in name)
-        if mark is None or (mark == "\n" and not name):
+        given = "".join(self._pieces)
+        name = given.strip()
+        self.failed = len(given) > MAX_HEADER_CHARS or (mark is None and "{" in name)
+        if mark == "\n" and not name:
+            self._pieces.clear()
+            return
+        if mark is None or self.failed:
             return
         self.failed = not name or any(char in name for char in "<>{} \n")
         if self.failed:
