@@ -18,6 +18,7 @@ OBJECTIVES = ("balanced", "latency", "throughput", "capacity")
 ENGINES = ("auto", "llama")
 ISOLATION = ("auto", "all", "off")
 SCOPES = ("shared", "key")
+PRIORITIES = ("any", "yield")
 MAX_STEP_DRAFTS = 64  # guessed tokens in a step; each wants a row of logits
 OFF = -1  # a size that was switched off
 
@@ -203,6 +204,13 @@ class Settings:
         0, "Requests of one API key that are answered at the same time; more get a 429. 0: any number.",
         kind="int", high=1 << 20,
     )  # fmt: skip
+    priority: str = setting(
+        "any",
+        "Which `priority` a request may have: any, or only one that gives way to others (yield). A number "
+        "below 0 is then refused, so that nobody goes before the rest.",
+        kind="choice",
+        choices=PRIORITIES,
+    )
     tls_cert: str | None = setting(
         None, "File with a certificate chain (PEM), to serve over https. Needs tls_key.", kind="path"
     )

@@ -84,6 +84,7 @@ async def _serve(
         port=settings.port,
         api_keys=keys,
         key_requests=settings.key_requests,
+        yield_only=settings.priority == "yield",
         tls=tls,
         allowed_hosts=settings.allowed_host,
         allowed_origins=settings.allowed_origin,

@@ -67,7 +67,7 @@ def read(fields: Fields, context: Context) -> Conversation:
         thinking=read_effort(fields, "reasoning_effort"),
         template_kwargs=kwargs,
         n=n,
-        priority=openai.priority(fields),
+        priority=openai.priority(fields, context),
     )
 
 

@@ -31,7 +31,7 @@ async def prepare(body: dict[str, Any], context: Context) -> Answer:
     n = _refuse(fields, context.settings.max_choices, len(given))
     stream, include_usage = openai.stream_options(fields)
     logprobs = _logprobs(fields)
-    echo, priority = fields.boolean("echo"), openai.priority(fields)
+    echo, priority = fields.boolean("echo"), openai.priority(fields, context)
     if echo and logprobs is not None:
         raise bad_field(
             "echo", "cannot be combined with logprobs by this server", code="unsupported_parameter"

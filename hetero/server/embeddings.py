@@ -100,7 +100,7 @@ def _begin(body: dict[str, Any], context: Context) -> Fields:
     """Whatever the dialect, 400 before any work where it cannot be done."""
     fields, info = Fields(body), context.engine.info
     fields.string("model")  # any name is served by the one model
-    priority(fields)  # wrong ones are refused even where there is nothing to compute
+    priority(fields, context)  # wrong ones are refused even where there is nothing to compute
     if info.pooling is None:
         raise ApiError(
             400,
@@ -151,7 +151,7 @@ async def _embed(prompts: list[list[int]], name: str, fields: Fields, context: C
         request_id=new_id("embd-"),
         prompt_field=name,
         embeds=True,
-        priority=priority(fields),
+        priority=priority(fields, context),
     )
     found = Embedded([[] for _ in prompts], sum(map(len, prompts)))
     async with generation:

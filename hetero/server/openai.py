@@ -12,6 +12,7 @@ from hetero.server.validate import Fields, as_integer, as_number, wrong_type
 
 if TYPE_CHECKING:
     from hetero.async_engine import AsyncEngine
+    from hetero.server.context import Context
 
 MAX_PRIORITY = 1000
 MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
@@ -118,9 +119,17 @@ def _logit_bias(fields: Fields) -> dict[int, float]:
     return bias
 
 
-def priority(fields: Fields) -> int:
-    """As vLLM has it: requests with lower numbers come first, 0 is what everybody has."""
-    return fields.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0
+def priority(fields: Fields, context: Context) -> int:
+    """In every dialect as vLLM has it: requests with lower numbers come first, 0 is what everybody has.
+
+    ApiError 400 below 0 where the operator lets nobody come first.
+    """
+    given = fields.integer("priority", low=-MAX_PRIORITY, high=MAX_PRIORITY) or 0
+    if given < 0 and context.settings.yield_only:
+        raise bad_field(
+            "priority", f"must be at least 0 on this server, where nobody goes first, not {given}"
+        )
+    return given
 
 
 def num_choices(fields: Fields, limit: int, prompts: int = 1) -> int:

@@ -13,6 +13,7 @@ class ServerSettings:
     host, port          where to listen; port 0 takes a free one
     api_keys            accepted keys; empty = no key is asked for
     key_requests        most requests of one key at a time; 0 = any number
+    yield_only          a `priority` below 0, which goes before others, is refused
     tls                 what to encrypt with; None = plain HTTP
     allowed_hosts       further names in the Host header, "*" = any; see hetero.server.security
     allowed_origins     further browser origins ("https://chat.example"), "*" = any
@@ -29,6 +30,7 @@ class ServerSettings:
     port: int = 8080
     api_keys: tuple[str, ...] = ()
     key_requests: int = 0
+    yield_only: bool = False
     tls: ssl.SSLContext | None = None
     allowed_hosts: tuple[str, ...] = ()
     allowed_origins: tuple[str, ...] = ()

@@ -56,6 +56,7 @@ def read(fields: Fields, context: Context) -> Conversation:
         parallel_tool_calls=parallel,
         output=_output(fields),
         thinking=_thinking(fields),
+        priority=openai.priority(fields, context),
     )
 
 

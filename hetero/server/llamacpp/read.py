@@ -53,6 +53,7 @@ class Asked:
     return_tokens: bool
     timings_per_token: bool
     response_fields: tuple[str, ...] | None
+    priority: int
 
 
 def read(fields: Fields, context: Context) -> Asked:
@@ -79,6 +80,7 @@ def read(fields: Fields, context: Context) -> Asked:
         return_tokens=fields.boolean("return_tokens"),
         timings_per_token=fields.boolean("timings_per_token"),
         response_fields=None if not names else tuple(names),
+        priority=openai.priority(fields, context),
     )
 
 

@@ -49,7 +49,14 @@ async def _start(
         params = replace(params, max_tokens=1, logprobs=None)
     grammar = await context.engine.text.compile_grammar(asked.output)
     generation = submit(
-        context, prompts, params, asked.n, request_id=new_id("cmpl-"), prompt_field="prompt", grammar=grammar
+        context,
+        prompts,
+        params,
+        asked.n,
+        request_id=new_id("cmpl-"),
+        prompt_field="prompt",
+        grammar=grammar,
+        priority=asked.priority,
     )
     if asked.ending.seconds or asked.ending.indent:
         generation = EndingGeneration(generation, asked.ending)

@@ -37,6 +37,7 @@ def read_chat(fields: Fields, context: Context) -> Conversation:
         tool_choice="auto" if tools else "none",
         output=json_output(fields.body.get("format"), "format"),
         thinking=_think(fields, context),
+        priority=openai.priority(fields, context),
     )
 
 
@@ -51,6 +52,7 @@ def read_generate(fields: Fields, context: Context) -> Conversation:
         read_params(fields, context),
         output=json_output(fields.body.get("format"), "format"),
         thinking=_think(fields, context),
+        priority=openai.priority(fields, context),
         names={"messages": "prompt"},
     )
 

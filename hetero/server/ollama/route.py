@@ -39,7 +39,14 @@ async def generate(body: dict[str, Any], context: Context) -> Answer | dict[str,
         grammar = await text.compile_grammar(conversation.output)
         ids = await (text.fill_in(prompt, suffix) if suffix else text.tokenize(prompt))
         generation = submit(
-            context, [ids], params, 1, request_id=request_id, prompt_field="prompt", grammar=grammar
+            context,
+            [ids],
+            params,
+            1,
+            request_id=request_id,
+            prompt_field="prompt",
+            grammar=grammar,
+            priority=conversation.priority,
         )
     else:
         generation = await start(conversation, context, request_id)

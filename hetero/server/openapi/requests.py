@@ -47,7 +47,10 @@ from hetero.server.responses import items
 from hetero.server.responses import route as responses
 
 _STREAMED = {"stream": STREAM, "stream_options": body({}, {"include_usage": BOOLEAN})}
-PRIORITY = described(integer(-openai.MAX_PRIORITY, openai.MAX_PRIORITY), "Lower numbers come first.")
+PRIORITY = described(
+    integer(-openai.MAX_PRIORITY, openai.MAX_PRIORITY),
+    "Lower numbers come first. The server may refuse those below 0.",
+)
 _LAST: dict[str, Schema] = {
     "model": MODEL, **_STREAMED, **SAMPLING, **OUTPUT, "priority": PRIORITY,
 }  # fmt: skip
@@ -131,7 +134,7 @@ _ANTHROPIC: dict[str, Schema] = {
     "thinking": body({"type": enum("enabled", "disabled", "adaptive")}, {"budget_tokens": integer(0)}),
     "output_config": body({}, {"format": _FORMAT, "effort": enum(*anthropic.EFFORTS)}),
     "output_format": described(OBJECT, "As output_config.format, which goes before it."),
-    **neutral(anthropic.UNSUPPORTED),
+    **neutral(anthropic.UNSUPPORTED), "priority": PRIORITY,
 }  # fmt: skip
 _ANTHROPIC_MESSAGES = array(body({"role": enum(*anthropic_messages.ROLES), "content": _BLOCKS}, {}), low=1)
 MESSAGES = body({"messages": _ANTHROPIC_MESSAGES, "max_tokens": integer(1)}, {**_ANTHROPIC, "stream": STREAM})
@@ -149,7 +152,7 @@ _OLLAMA: dict[str, Schema] = {
     "format": described(either(OBJECT, STRING), '"json", a JSON schema, or its text.'),
     "think": enum(True, False, "low", "medium", "high"), "logprobs": BOOLEAN, "top_logprobs": TOP_LOGPROBS,
     "stream": described(BOOLEAN, "Lines of JSON, unless false."),
-    "keep_alive": described(ANY, "Means nothing: the model stays."),
+    "keep_alive": described(ANY, "Means nothing: the model stays."), "priority": PRIORITY,
 }  # fmt: skip
 _OLLAMA_CALL = body({"function": body({"name": STRING}, {"arguments": OBJECT})}, {})
 OLLAMA_CHAT = body(
@@ -191,7 +194,7 @@ _LLAMA: dict[str, Schema] = {
     "samplers": array(STRING), "repeat_last_n": described(integer(), "With a repeat_penalty: -1 or 64."),
     "return_tokens": BOOLEAN, "timings_per_token": BOOLEAN, "response_fields": array(STRING),
     "t_max_predict_ms": number(), "n_indent": integer(0), "cache_prompt": BOOLEAN, "id_slot": integer(),
-    "n_keep": integer(), "n_cache_reuse": integer(),
+    "n_keep": integer(), "n_cache_reuse": integer(), "priority": PRIORITY,
 }  # fmt: skip
 LLAMA_COMPLETION = body({"prompt": either(_PROMPT, array(_PROMPT, 1, MAX_CHOICES))}, _LLAMA)
 _FILE = body({}, {"filename": STRING, "text": STRING})

@@ -89,7 +89,7 @@ class Responses:
             output=_output(fields),
             thinking=read_effort(reasoning, "effort"),
             names=NAMES,
-            priority=openai.priority(fields),
+            priority=openai.priority(fields, self._context),
         )
 
     def _history(self, client: str, previous: str | None) -> list[Item]:
