@@ -11,6 +11,7 @@ import weakref
 from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from dataclasses import dataclass
 
+from hetero.about import About
 from hetero.engine import DEVICE_UNAVAILABLE, WAIT_SECONDS, Engine
 from hetero.request import CLIENT, TRACE_PARENT, FinishReason, OutputDelta, Request, RequestError
 from hetero.sampling.params import SamplingParams
@@ -37,6 +38,7 @@ class ModelInfo:
     """What is served. `n_ctx` bounds prompt and answer together; `created` is in unix seconds.
 
     `max_num_seqs` requests are computed at a time. `placements` and `notes`: what sits where, and why.
+    `about`: what else a measurement has to say.
     """
 
     name: str
@@ -54,6 +56,7 @@ class ModelInfo:
     pooling: str | None = None  # how embeddings are made, see embedding.py; None: there are none
     placements: tuple[Placement, ...] = ()
     notes: tuple[str, ...] = ()
+    about: About | None = None
 
 
 class RequestStream:
@@ -171,10 +174,10 @@ class AsyncEngine:
         """Tell `tracer` of every request and step. Before `start`; the engine closes it."""
         self._engine.tracer = tracer
 
-    def note_sent(self, request_id: str) -> None:
-        """The last of an answer was written to its client."""
+    def note_sent(self, request_id: str, whole: bool = True) -> None:
+        """The first of an answer was written to its client, or all of it."""
         if self._engine.tracer is not None:
-            self._engine.tracer.sent(request_id)
+            self._engine.tracer.sent(request_id, whole)
 
     def submit(
         self,

@@ -248,6 +248,7 @@ class Engine:
             self._finish_step(flight.step, result, flight.started)
 
     def _finish_step(self, step: Step, result: ResultLike, started: float) -> None:
+        computed = self.clock()
         if self.scheduler.is_doomed(step):
             self._fail_step(step, RuntimeError("an earlier step was lost"))
         elif result.error is not None or result.logits is None:
@@ -264,9 +265,7 @@ class Engine:
                     self.speculation.observe(step, outcome.tokens, outcome.num_accepted)
                 self._deliver_step(step, outcome, ended)
                 if self.tracer is not None:
-                    emitted, busy = [len(t) for t in outcome.tokens], [s.busy_seconds for s in result.stages]
-                    done = StepDone(step, started, self.clock(), emitted, outcome.num_accepted, busy)
-                    self.tracer.step(done)
+                    self._trace(step, started, computed, outcome, result)
         graph_seconds = sum(stage.graph_seconds for stage in result.stages)
         busy_seconds = max((stage.busy_seconds for stage in result.stages), default=graph_seconds)
         for totals, times in zip(self._stats.stages, result.stages, strict=False):
@@ -277,6 +276,15 @@ class Engine:
             totals.bytes_out += times.bytes_out
         self._observe_costs(step, result)
         self._account(step, min(graph_seconds, busy_seconds))
+
+    def _trace(
+        self, step: Step, started: float, computed: float, outcome: Outcome, result: ResultLike
+    ) -> None:
+        assert self.tracer is not None
+        emitted = [len(tokens) for tokens in outcome.tokens]
+        stages = [(stage.started, stage.busy_seconds) for stage in result.stages]
+        ended = self.clock()
+        self.tracer.step(StepDone(step, started, computed, ended, emitted, outcome.num_accepted, stages))
 
     def _outcome(self, step: Step, rows: np.ndarray, argmax: np.ndarray | None) -> Outcome:
         if step.embeds:

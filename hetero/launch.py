@@ -23,6 +23,7 @@ from quant.gguf import GGUFFile
 if TYPE_CHECKING:
     from backends.cpu.observe import ObservingStage
     from backends.ggml.stage import StageSpec
+    from hetero.about import About
     from hetero.async_engine import AsyncEngine, ModelInfo
     from hetero.draft_model import DraftModel
     from hetero.kv.disk_folder import DiskFolder
@@ -321,4 +322,25 @@ def _model_info(
         pooling=pooling_of(prepared.gguf.metadata) if prepared.llama is None else None,
         placements=places,
         notes=prepared.plan.notes,
+        about=_about(prepared, settings),
     )
+
+
+def _about(prepared: Prepared, settings: Settings) -> About:
+    from hetero.about import About, shown_settings
+    from hetero.kv.fingerprint import model_digest
+    from hetero.plan.versions import versions
+
+    used = [prepared.choices[stage.index] for stage in prepared.plan.stages]
+    devices = tuple(
+        {
+            "name": choice.label,
+            "kind": choice.device.kind,
+            "description": choice.device.description,
+            "backend": choice.device.backend,
+            "memory_bytes": choice.device.total_bytes,
+            "threads": choice.threads,
+        }
+        for choice in used
+    )
+    return About(model_digest(prepared.gguf).hex(), versions(), devices, shown_settings(settings))

@@ -28,6 +28,7 @@ class GrammarLike(Protocol):
 
 
 class StageTimesLike(Protocol):
+    started: float
     queue_seconds: float
     busy_seconds: float
     graph_seconds: float

@@ -11,9 +11,10 @@ from typing import Any
 
 from hetero.bench.client import Record
 from hetero.bench.load import Load, Run, run_load
+from hetero.bench.recorded import Recorded, drawn_anew
 from hetero.bench.results import Limits, Summary, summarize
 from hetero.bench.server_info import ServerInfo, this_machine
-from hetero.bench.workload import Recorded, Session, Sizes, Workload, WorkloadError
+from hetero.bench.workload import Session, Sizes, Workload, WorkloadError
 
 FORMAT = 1
 GAIN = 1.1  # more load that brings less than this many times the tokens per second: saturated
@@ -75,7 +76,7 @@ def measure(
 
 def _warm_up(plan: Plan, server: ServerInfo, show: Show) -> None:
     if plan.warm_up:
-        sessions = plan.workload.sessions(f"{plan.seed}/warm-up", plan.warm_up, plan.sizes)
+        sessions = drawn_anew(plan.workload).sessions(f"{plan.seed}/warm-up", plan.warm_up, plan.sizes)
         once = [replace(session, turns=session.turns[:1], arrival=None) for session in sessions]
         named = partial(show, f"{server.target.name}: warm-up")
         run_load(server.target, once, Load(concurrency=1), plan.seed, named)

@@ -8,6 +8,7 @@ from collections.abc import Callable, Sequence
 from hetero.bench.experiment import Plan, Result, median_of, ratios, saturation
 from hetero.bench.load import Load
 from hetero.bench.results import Summary
+from hetero.bench.server_info import ServerInfo, describe
 
 Value = Callable[[Summary], float | None]
 
@@ -43,13 +44,14 @@ RATIOS: tuple[tuple[str, Value], ...] = (
 )
 
 
-def markdown(plan: Plan, results: Sequence[Result]) -> str:
+def markdown(plan: Plan, measured: Sequence[ServerInfo], results: Sequence[Result]) -> str:
     """The table, the ratios between servers, where a sweep saturates, and all that went wrong."""
     servers = list(dict.fromkeys(r.server for r in results))
     loads = list(dict.fromkeys(r.load for r in results))
     lines = [f"**{plan.workload.name}**: {plan.workload.title}; seed {plan.seed}"]
     if plan.limits:
         lines.append(f"A good answer keeps {plan.limits}.")
+    lines += [f"- {line}" for info in measured if (line := describe(info)) is not None]
     lines += ["", *_table(results, servers, loads), ""]
     lines += _failures(results)
     if len(servers) > 1:

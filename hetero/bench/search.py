@@ -76,6 +76,14 @@ class Search:
                 found = choice
         return found
 
+    @property
+    def contender(self) -> Choice | None:
+        """The best, or where that is the base, the best of the others; None where no other was measured."""
+        if self.best:
+            return self.best
+        others = [choice for choice, score in self.scores.items() if choice and score is not None]
+        return max(others, key=self._score, default=None)
+
     def _helpful(self) -> list[tuple[str, str]]:
         """Of each lever the value that helped most, the greatest help first."""
         found = []
@@ -106,6 +114,8 @@ class Search:
             assert list(choice) == sorted(choice) and len(dict(choice)) == len(choice)
             assert all(value in values[name] for name, value in choice)
         assert self.scores.get(self.best, 0.0) is not None
+        contender = self.contender
+        assert contender is None or (contender and self.scores[contender] is not None)
 
 
 def pareto(points: Mapping[Choice, tuple[float, float]]) -> list[Choice]:

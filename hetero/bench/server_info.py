@@ -23,7 +23,9 @@ class ServerError(Exception):
 
 @dataclass(frozen=True, slots=True)
 class ServerInfo:
-    """`about` is what /props and /v1/models say, as JSON; `n_ctx` None where it is not told."""
+    """`about` is JSON for the record: "model" as /v1/models has it; "props", of servers like llama-server;
+    "version", of those like vLLM; "status" of ours: the model's digest, the devices, what is on them, the
+    settings. `n_ctx` is None where it is not told."""
 
     target: Target
     n_ctx: int | None
@@ -54,6 +56,8 @@ async def find_out(
         if models is None:
             raise ServerError(f"{base}/v1/models: no answer; is the server running?")
         props = await _get(session, f"{base}/props") or {}
+        status = await _get(session, f"{base}/status") or {}
+        version = await _get(session, f"{base}/version") or {}
     entries = [m for m in models.get("data") or () if isinstance(m, dict) and isinstance(m.get("id"), str)]
     names = [entry["id"] for entry in entries]
     if model is None:
@@ -66,13 +70,33 @@ async def find_out(
         endpoint = "completions" if _cannot_chat(models, props) else "chat"
     path = CHAT if endpoint == "chat" else COMPLETIONS
     target = Target(name, base, model, path, api_key, ignore_eos, temperature)
+    about = {"model": entry, "props": _few(props), "status": _lasting(status), "version": _few(version)}
     return ServerInfo(
-        target, n_ctx if isinstance(n_ctx, int) else None, {"model": entry, "props": _few(props)}
+        target, n_ctx if isinstance(n_ctx, int) else None, {k: v for k, v in about.items() if v}
     )
 
 
 def _cannot_chat(models: dict[str, Any], props: dict[str, Any]) -> bool:
     return "chat_template" in props and not props["chat_template"]
+
+
+def _lasting(status: dict[str, Any]) -> dict[str, Any]:
+    """Of a status what does not change from one moment to the next."""
+    return {name: status[name] for name in ("model", "about", "placements", "notes") if name in status}
+
+
+def describe(info: ServerInfo) -> str | None:
+    """One line for people on what was measured; None where the server does not tell."""
+    status = info.about.get("status", {})
+    model, about = status.get("model"), status.get("about")
+    if not model or not about:
+        return None
+    placed = "; ".join(f"{p['what']} on {p['device']}" for p in status.get("placements", ()))
+    versions = ", ".join(f"{name} {version}" for name, version in about["versions"].items())
+    return (
+        f"{info.target.name}: {model['name']} ({model['architecture']}, {model['quantization']}, digest "
+        f"{about['model_digest']}); {placed}; {versions}"
+    )
 
 
 def _few(props: dict[str, Any]) -> dict[str, Any]:

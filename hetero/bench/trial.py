@@ -11,10 +11,11 @@ from typing import Any
 
 from hetero.bench.load import Load, run_load
 from hetero.bench.own_server import KEY, StartError, serving
+from hetero.bench.recorded import Recorded, drawn_anew
 from hetero.bench.results import Limits, Summary, summarize
 from hetero.bench.search import Choice
 from hetero.bench.server_info import ServerError, find_out
-from hetero.bench.workload import Recorded, Sizes, Workload
+from hetero.bench.workload import Sizes, Workload
 
 PROBES = 6
 PROBE_TOKENS = 24
@@ -25,7 +26,8 @@ WARM_UP = 2
 class Traffic:
     """What every trial is measured with. A trial begins sessions for `seconds`, as many as there is time for.
 
-    `share` of the answers must keep `limits`: with 0.95, that is a limit of the 95th percentile.
+    `share` of the answers must keep `limits`: with 0.95, that is a limit of the 95th percentile. `held_out`
+    are other workloads to prove with what was found; without any it is `workload` with other seeds.
     """
 
     workload: Workload | Recorded
@@ -34,6 +36,13 @@ class Traffic:
     limits: Limits
     share: float
     sessions: int
+    held_out: tuple[Workload | Recorded, ...] = ()
+
+    def other(self, number: int) -> Traffic:
+        """Such traffic that settings were not searched with, several kinds in turn."""
+        if not self.held_out:
+            return self
+        return replace(self, workload=self.held_out[number % len(self.held_out)])
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,6 +65,7 @@ class Outcome:
     good: float | None = None
     output_rate: float | None = None
     log: str | None = None
+    status: dict[str, Any] | None = None  # of the server: devices, plan, settings
 
     def as_dict(self) -> dict[str, Any]:
         return {**asdict(self), "choice": dict(self.choice)}
@@ -88,6 +98,7 @@ def run_trial(
     try:
         with serving({**given, **dict(choice)}, log) as url:
             info = asyncio.run(find_out(url, name, None, KEY, None, True, 0.0))
+            outcome = replace(outcome, status=info.about.get("status"))
             answers = _probe(info.target, traffic)
             if answers is None:
                 return replace(outcome, rejected="a probe was not answered")
@@ -119,7 +130,7 @@ def _judged(outcome: Outcome, found: Summary, traffic: Traffic) -> Outcome:
 
 def _probe(target: Any, traffic: Traffic) -> str | None:
     """A digest of greedy answers, one request at a time; also warms the server up. None: one failed."""
-    sessions = traffic.workload.sessions("probe", PROBES, traffic.sizes)
+    sessions = drawn_anew(traffic.workload).sessions("probe", PROBES, traffic.sizes)
     short = [
         replace(s, turns=(replace(s.turns[0], max_tokens=PROBE_TOKENS, pause=0.0),), arrival=None)
         for s in sessions

@@ -93,6 +93,7 @@ class Tuning:
             },
             "levers": {lever.name: list(lever.values) for lever in self.levers},
             "workload": traffic.workload.name,
+            "title": traffic.workload.title,
             "prompt_tokens": None if traffic.sizes.prompt is None else str(traffic.sizes.prompt),
             "output_tokens": None if traffic.sizes.output is None else str(traffic.sizes.output),
             "load": asdict(traffic.load),
@@ -104,24 +105,34 @@ class Tuning:
 
     # -- searching -----------------------------------------------------------------------------------
 
-    def search(self, seconds: float, show: Show) -> Choice:
-        """Try settings for so long. The best; TuneError where those as they are cannot be measured."""
-        deadline = time.monotonic() + seconds
-        search = Search(self.levers)
-        for outcome in self.outcomes:
-            if outcome.seed == SEARCH_SEED:
-                search.tell(outcome.choice, score_of(outcome))
+    def search(self, seconds: float, show: Show) -> Search:
+        """Try settings, so long that a confirmation, too, ends within `seconds` as far as can be told.
+
+        TuneError where the settings as they are cannot be measured.
+        """
+        deadline, longest = time.monotonic() + seconds, 0.0
+        search = self.known()
         for choice in search.steps():
-            if time.monotonic() >= deadline and () in search.scores:
+            began = time.monotonic()
+            if began + (1 + 2 * CONFIRMATIONS) * longest >= deadline and () in search.scores:
                 break
             outcome = self.trial(choice, SEARCH_SEED, show)
             if not choice and outcome.rejected:
                 raise TuneError(f"the settings as they are: {outcome.rejected}")
             search.tell(choice, score_of(outcome))
-        return search.best
+            longest = max(longest, time.monotonic() - began)
+        return search
 
-    def trial(self, choice: Choice, seed: str, show: Show) -> Outcome:
-        """Measure one choice, and write down what came of it."""
+    def known(self) -> Search:
+        """The search as far as it is recorded."""
+        search = Search(self.levers)
+        for outcome in self.outcomes:
+            if outcome.seed == SEARCH_SEED:
+                search.tell(outcome.choice, score_of(outcome))
+        return search
+
+    def trial(self, choice: Choice, seed: str, show: Show, traffic: Traffic | None = None) -> Outcome:
+        """Measure one choice, and write down what came of it. `traffic`: in place of the search's."""
         name = f"{len(self.outcomes):03d}"
         reason = self._too_far(choice)
         if reason is not None:
@@ -129,7 +140,7 @@ class Tuning:
         else:
             what = describe(choice)
             outcome = run_trial(
-                self.given, choice, self.traffic, seed, self.folder, name, self._expected(choice),
+                self.given, choice, traffic or self.traffic, seed, self.folder, name, self._expected(choice),
                 lambda done, total: show(what, done, total),
             )  # fmt: skip
         self.outcomes.append(outcome)
@@ -171,7 +182,7 @@ class Tuning:
         rejected, short = [], {(): False, best: False}
         for number in range(CONFIRMATIONS):
             for choice in ((), best) if number % 2 == 0 else (best, ()):
-                outcome = self.trial(choice, f"{seed}/{number}", show)
+                outcome = self.trial(choice, f"{seed}/{number}", show, self.traffic.other(number))
                 if outcome.rejected and choice:
                     rejected.append(outcome.rejected)
                 short[choice] = short[choice] or outcome.short

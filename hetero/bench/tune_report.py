@@ -45,7 +45,7 @@ def _remark(outcome: Outcome, best: Container[Choice]) -> str:
 
 def _verdict(confirmation: Confirmation | None, unit: str) -> list[str]:
     if confirmation is None:
-        return ["Nothing was better than the settings as they are."]
+        return ["No other settings could be measured."]
     pairs = ", ".join(f"{one:.2f} against {base:.2f}" for one, base in confirmation.pairs)
     lines = [f"Best: **{describe(confirmation.choice)}**. On other such traffic, in turn: {pairs} {unit}."]
     lines += [f"Rejected there: {reason}." for reason in dict.fromkeys(confirmation.rejected)]

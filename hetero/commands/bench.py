@@ -14,10 +14,11 @@ from hetero.bench.distributions import Lengths, parse_lengths
 from hetero.bench.experiment import Plan, Show, as_record, is_good, measure
 from hetero.bench.load import Load
 from hetero.bench.plot import PlotError, check_plot, plot
+from hetero.bench.recorded import Recorded, find_workload
 from hetero.bench.report import markdown
 from hetero.bench.results import Limits, parse_limits
 from hetero.bench.server_info import ServerError, ServerInfo, find_out
-from hetero.bench.workload import Recorded, Sizes, Workload, WorkloadError, find_workload
+from hetero.bench.workload import Sizes, Workload, WorkloadError
 from hetero.commands.inspect import fail
 from hetero.files import write_whole
 
@@ -75,7 +76,7 @@ def bench(urls: Sequence[str], options: Options, as_json: bool) -> int:
     except KeyboardInterrupt:
         return fail(UsageError("stopped; nothing was recorded"))
     record = as_record(plan, servers, results)
-    print(json.dumps(record) if as_json else markdown(plan, results))  # first: it cannot fail
+    print(json.dumps(record) if as_json else markdown(plan, servers, results))  # first: it cannot fail
     flag, path = "--out", options.out
     try:
         if path is not None:
@@ -142,8 +143,7 @@ def _loads(options: Options, workload: Workload | Recorded) -> tuple[Load, ...]:
         return _sweep(options)
     if options.rate is not None:
         return (Load(options.rate, options.burstiness, seconds=options.duration),)
-    timed = isinstance(workload, Recorded) and all(s.arrival is not None for s in workload.recorded)
-    if options.concurrency is None and timed:
+    if options.concurrency is None and isinstance(workload, Recorded) and workload.is_timed:
         return (Load(seconds=options.duration),)
     return (Load(concurrency=options.concurrency or 1, seconds=options.duration),)
 

@@ -9,30 +9,13 @@ from typing import Any
 import click
 
 from hetero.commands.options import json_option
+from hetero.commands.traffic_options import traffic_options
 
 
 @click.command()
 @click.argument("urls", nargs=-1, metavar="[URL]...")
 @click.option("-m", "--model", help="Model to ask for. Default: the first one that the server names.")
-@click.option(
-    "-w",
-    "--workload",
-    default="chat",
-    show_default=True,
-    metavar="NAME|FILE",
-    help="chat, shared-prefix, long-prompt, code-edit, agent, or a JSONL file of requests.",
-)
-@click.option("--rate", type=click.FloatRange(0.001, 1e5), metavar="R", help="Open loop: sessions a second.")
-@click.option(
-    "--burstiness",
-    type=click.FloatRange(0, 10),
-    default=1.0,
-    show_default=True,
-    help="Of the arrivals: 0 a steady beat, 1 Poisson, more in bursts.",
-)
-@click.option(
-    "-c", "--concurrency", type=click.IntRange(1, 4096), metavar="N", help="Closed loop: N clients at a time."
-)
+@traffic_options(clients="1, or as a recorded workload has it")
 @click.option(
     "--sweep",
     metavar="WHAT=N,N,...",
@@ -51,13 +34,6 @@ from hetero.commands.options import json_option
 @click.option(
     "--repeat", type=click.IntRange(1, 100), default=1, show_default=True, help="Runs of each load."
 )
-@click.option(
-    "--prompt-tokens",
-    metavar="LENGTH",
-    help="200, 50..400 or lognormal(200,0.8), in place of the workload's.",
-)
-@click.option("--output-tokens", metavar="LENGTH", help="The same for answers.")
-@click.option("--slo", metavar="LIMITS", help="What a good answer keeps: ttft=600ms,tpot=50ms,e2e=20s.")
 @click.option(
     "--natural-end", is_flag=True, help="Let the model end its answers, instead of asking for a length."
 )

@@ -9,10 +9,11 @@ from typing import Any
 
 from hetero.bench.levers import LeverError, default_levers, parse_lever
 from hetero.bench.load import Load
+from hetero.bench.recorded import Recorded, find_workload
 from hetero.bench.trial import Traffic
-from hetero.bench.tune import SEARCH_SEED, Confirmation, TuneError, Tuning, describe, score_of, winner_toml
+from hetero.bench.tune import TuneError, Tuning, winner_toml
 from hetero.bench.tune_report import markdown
-from hetero.bench.workload import WorkloadError, find_workload
+from hetero.bench.workload import WorkloadError
 from hetero.commands.bench import UsageError, limits_of, progress, sizes_of
 from hetero.commands.inspect import fail
 from hetero.files import write_whole
@@ -44,7 +45,7 @@ class Options:
 
 def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
     """Search, confirm, print. `given`: the settings of the command line. Exit code 1 when that cannot be."""
-    from hetero.kv.fingerprint import fingerprint
+    from hetero.kv.fingerprint import model_digest
     from hetero.prepare import LaunchError, prepare
 
     try:
@@ -60,12 +61,16 @@ def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
             )
             model = str(prepared.model.path)
             tuning = Tuning(given, model, levers, traffic, options.max_kl, options.folder)
-            identity = fingerprint(prepared.gguf, ()).hex()
+            identity = model_digest(prepared.gguf).hex()
             del prepared
             tuning.open(identity)
-            best = _known_best(tuning) if options.replay else tuning.search(60 * options.minutes, show)
-            confirmation: Confirmation | None = tuning.confirm(best, show) if best else None
-        if confirmation is not None and confirmation.holds:
+            search = tuning.known() if options.replay else tuning.search(60 * options.minutes, show)
+            best, confirmation = search.contender, None
+            if options.replay and best is None:
+                raise TuneError(f"{tuning.folder}: there is nothing to replay: no trial of other settings")
+            if best is not None:
+                confirmation = tuning.confirm(best, show)
+        if best is not None and confirmation is not None and confirmation.holds:
             write_whole(options.folder / "hetero.toml", winner_toml(given, best))
     except (UsageError, WorkloadError, LeverError, LaunchError, TuneError) as error:
         return fail(error)
@@ -82,23 +87,19 @@ def _traffic(options: Options) -> Traffic:
         raise UsageError("--rate and --concurrency both say how requests arrive: give one of them")
     workload = find_workload(options.workload)
     sizes, limits = sizes_of(options.prompt_tokens, options.output_tokens), limits_of(options.slo)
+    held_out: list[Recorded] = []
+    if isinstance(workload, Recorded):
+        as_recorded = workload.is_timed and options.rate is None and options.concurrency is None
+        workload, *held_out = workload.parts(options.seconds if as_recorded else None)
+        if as_recorded:
+            load = Load(seconds=options.seconds)
+            return Traffic(
+                workload, sizes, load, limits, options.share, len(workload.recorded), tuple(held_out)
+            )
     if options.rate is not None:
         load = Load(options.rate, options.burstiness, seconds=options.seconds)
         sessions = max(8, round(2 * options.rate * options.seconds))
     else:
         load = Load(concurrency=options.concurrency or CLIENTS, seconds=options.seconds)
         sessions = round(SESSIONS_A_SECOND * options.seconds)
-    return Traffic(workload, sizes, load, limits, options.share, sessions)
-
-
-def _known_best(tuning: Tuning) -> Any:
-    """What the record's search has found. Raises TuneError when there is none."""
-    from hetero.bench.search import Search
-
-    search = Search(tuning.levers)
-    for outcome in tuning.outcomes:
-        if outcome.seed == SEARCH_SEED:
-            search.tell(outcome.choice, score_of(outcome))
-    if not search.best:
-        raise TuneError(f"{tuning.folder}: no winner to replay: {describe(search.best)}")
-    return search.best
+    return Traffic(workload, sizes, load, limits, options.share, sessions, tuple(held_out))

@@ -9,6 +9,7 @@ from typing import Any
 import click
 
 from hetero.commands.options import ENGINE, SERVER, load_settings, model_argument, settings_options
+from hetero.commands.traffic_options import traffic_options
 
 SETTINGS = tuple(
     name for name in (*SERVER, *ENGINE) if name not in ("host", "port", "log_level", "api_key_file")
@@ -27,21 +28,9 @@ OPTIONS = (
 )  # fmt: skip
 @click.option(
     "--minutes", type=click.FloatRange(0.1, 10_000), default=20.0, show_default=True,
-    help="Begin no trial after this time. The confirmation comes on top.",
+    help="Time for all of it, the confirmation included.",
 )  # fmt: skip
-@click.option(
-    "-w",
-    "--workload",
-    default="chat",
-    show_default=True,
-    metavar="NAME|FILE",
-    help="As `hetero bench` has it.",
-)
-@click.option("--rate", type=click.FloatRange(0.001, 1e5), metavar="R", help="Open loop: sessions a second.")
-@click.option(
-    "--burstiness", type=click.FloatRange(0, 10), default=1.0, show_default=True, help="Of the arrivals."
-)
-@click.option("-c", "--concurrency", type=click.IntRange(1, 4096), help="Closed loop: clients. Default: 8.")
+@traffic_options(clients="8")
 @click.option(
     "--seconds",
     type=click.FloatRange(1, 3600),
@@ -49,11 +38,6 @@ OPTIONS = (
     show_default=True,
     help="Of load in each trial.",
 )
-@click.option(
-    "--prompt-tokens", metavar="LENGTH", help="In place of the workload's: 200, 50..400, lognormal(200,0.8)."
-)
-@click.option("--output-tokens", metavar="LENGTH", help="The same for answers.")
-@click.option("--slo", metavar="LIMITS", help="What good answers keep, such as ttft=600ms,tpot=50ms.")
 @click.option(
     "--share", type=click.FloatRange(0, 1), default=0.95, show_default=True,
     help="Part of the answers that must keep --slo: 0.95 limits the 95th percentile.",
@@ -68,15 +52,15 @@ OPTIONS = (
     help="What to vary, such as max_num_seqs=8,16. Default: all that may matter here.",
 )  # fmt: skip
 @click.option(
-    "--replay", is_flag=True, help="Measure the winner of the folder against the settings as they are again."
+    "--replay", is_flag=True, help="Measure the best of the folder against the settings as they are again."
 )
 @settings_options(*SETTINGS)
 def tune(**given: Any) -> None:
     """Find the settings that serve a workload best under limits, by measuring them on this machine.
 
     Maximises good answers a second (--slo), or tokens a second. Settings that fail or change a greedy
-    answer are rejected. Ends with a table, the winner as FOLDER/hetero.toml, and its
-    confirmation on other traffic.
+    answer are rejected. Ends with a table, and the best against the settings as they are on other traffic: if
+    it is better there, too, it is written as FOLDER/hetero.toml.
 
     \b
     Example:

@@ -19,8 +19,10 @@ class StageTimes:
     """What a step cost at one stage: seconds and bytes.
 
     Busy is all of the stage's time, `graph_seconds` the part that the device computed; the rest is transfer.
+    `started` is when it began, by time.monotonic().
     """
 
+    started: float = 0.0
     queue_seconds: float = 0.0  # it waited for the stage
     busy_seconds: float = 0.0
     graph_seconds: float = 0.0
@@ -45,7 +47,8 @@ class StepState:
 def prepare(backend: StageBackend, state: StepState) -> None:
     """Give a stage its inputs. A step that failed in an earlier stage passes through untouched."""
     start = time.perf_counter()
-    times = StageTimes(queue_seconds=0.0 if state.queued_at is None else start - state.queued_at)
+    waited = 0.0 if state.queued_at is None else start - state.queued_at
+    times = StageTimes(started=time.monotonic(), queue_seconds=waited)
     state.stages.append(times)
     if state.error is None:
         try:

@@ -1,4 +1,4 @@
-"""What this build consists of, for `hetero --version`."""
+"""What this build consists of."""
 
 from __future__ import annotations
 
@@ -15,6 +15,17 @@ ROOT = Path(__file__).resolve().parents[2]
 def version_lines() -> list[str]:
     """The commit; ggml's version, the backends in it and the CPUs that it has code for."""
     return [f"hetero {__version__} (commit {_commit()})", _ggml()]
+
+
+def versions() -> dict[str, str]:
+    """Of what computes. Once ggml is loaded."""
+    from backends.ggml.lib import ggml
+
+    return {"hetero": __version__, "ggml": ggml().version().decode(), "llama-cpp-python": _source()}
+
+
+def _source() -> str:
+    return importlib.metadata.version("llama-cpp-python")
 
 
 def _commit() -> str:
@@ -35,8 +46,7 @@ def _ggml() -> str:
     count = lib.backend_reg_count()
     names = sorted(lib.backend_reg_name(lib.backend_reg_get(i)).decode() for i in range(count))
     variants = ", ".join(cpu_variants(lib.folder)) or "this machine's"
-    source = importlib.metadata.version("llama-cpp-python")
     return (
-        f"ggml {lib.version().decode()} (llama-cpp-python {source}): backends {', '.join(names)}; "
+        f"ggml {lib.version().decode()} (llama-cpp-python {_source()}): backends {', '.join(names)}; "
         f"CPU code for {variants}"
     )

@@ -110,17 +110,19 @@ class Generation:
         active: Active,
         usage: Usage,
         parsers: Sequence[PartsParser] | None = None,
-        sent: Callable[[str], None] = lambda request_id: None,
+        sent: Callable[[str, bool], None] = lambda request_id, whole: None,
         ended: Callable[[int, OutputDelta], None] | None = None,
     ) -> None:
         """`parsers`: one for each stream; without them all is text. `sent` is called with each request's id
-        when its answer has been written, `ended` with a choice and its last delta."""
+        when the first text of its answer was written (False), and when all of it was (True); `ended` with a
+        choice and its last delta."""
         self.usage = usage
         self.num_choices = len(streams)
         self._streams = streams
         self._parsers = parsers
         self._active = active
         self._sent, self._ended = sent, ended
+        self._begun: set[int] = set()  # choices of which text was written
         self._items: deque[tuple[int, OutputDelta | Exception] | None] = deque()
         self._arrived = asyncio.Event()
         self._quiet = True  # nothing came since the last tick
@@ -139,7 +141,7 @@ class Generation:
         for stream in self._streams:
             stream.abort()
             self._active.discard(stream)
-            self._sent(stream.request_id)
+            self._sent(stream.request_id, True)
         for task in self._tasks:
             task.cancel()
 
@@ -195,6 +197,9 @@ class Generation:
             if piece.finish is not None and self._ended is not None:
                 self._ended(index, delta)
             yield piece
+            if piece.parts and index not in self._begun:
+                self._begun.add(index)
+                self._sent(self._streams[index].request_id, False)
 
     def _piece(self, index: int, delta: OutputDelta) -> Piece:
         finish = None if delta.finish_reason is None else delta.finish_reason.value
@@ -211,6 +216,7 @@ class Generation:
     async def collect(self) -> list[Collected]:
         """All choices, when all have ended. Raises as `pieces` does."""
         choices = [Collected() for _ in self._streams]
+        self._begun.update(range(len(choices)))  # nothing is written before the end
         async for piece in self.pieces():
             assert piece is not None
             choices[piece.index].add(piece)

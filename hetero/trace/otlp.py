@@ -1,7 +1,8 @@
 """Traces as OpenTelemetry spans, sent over OTLP/HTTP.
 
 A span for each request, with the spans queued, prompt, answer and sending inside, a span for each chunk of
-the prompt, and events for the rest. Names of attributes are OpenTelemetry's for generative AI where there
+the prompt, and events for the rest; `hetero.came_ms` has when tokens came, in milliseconds since the request
+was queued. Names of attributes are OpenTelemetry's for generative AI where there
 is one. A `traceparent` header of the request makes its span a child of the client's.
 """
 
@@ -53,13 +54,15 @@ class OtlpExporter:
         end = max(t for t in (timeline.queued, timeline.finished, timeline.sent) if t is not None)
         attributes: dict[str, Any] = {
             "gen_ai.operation.name": "text_completion",
-            "gen_ai.system": "hetero",
+            "gen_ai.provider.name": "hetero",
             "gen_ai.request.model": self._model,
             "gen_ai.response.id": timeline.request_id,
             "gen_ai.usage.input_tokens": timeline.prompt_tokens,
             "gen_ai.usage.output_tokens": timeline.output_tokens,
             "gen_ai.response.finish_reasons": [timeline.reason],
             "hetero.cached_tokens": timeline.cached_tokens,
+            **{f"hetero.cached_tokens.{tier}": count for tier, count in timeline.tier_tokens.items()},
+            "hetero.came_ms": [round(1e3 * (at - timeline.queued), 2) for at in timeline.came],
         }
         span = self._tracer.start_span(
             "request", context=parent, start_time=self._ns(timeline.queued), attributes=attributes
@@ -73,6 +76,8 @@ class OtlpExporter:
         ):
             if start is not None and until is not None and until >= start:
                 self._child(inside, name, start, until, {})
+        if timeline.first_sent is not None:
+            span.add_event("first text sent", {}, self._ns(timeline.first_sent))
         for mark in timeline.marks:
             if mark.until is None:
                 span.add_event(mark.name, mark.details, self._ns(mark.time))

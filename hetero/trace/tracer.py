@@ -1,7 +1,9 @@
 """When what happened to each request: recorded by the engine, written down by a thread of its own.
 
-    queued ─> first step ─> chunk ─> chunk ─> first token ─> step ─> step ─> finished ─> sent
+    queued ─> first step ─> chunk ─> chunk ─> first token ─> its text sent ─> step ─> step ─> finished ─> sent
                                      preempted, blocks moved between tiers: in their steps
+
+    of a step: started ─> computed on the devices, stage by stage ─> ended: sampled, detokenized, handed out
 
 The engine hands on what it has anyway, so that a step costs it one entry in a queue. Times are of the
 engine's clock, in seconds.
@@ -28,14 +30,19 @@ KEEP_SECONDS = 30.0  # for which a finished request waits for its answer to be s
 
 @dataclass(frozen=True, slots=True)
 class StepDone:
-    """A step and how it went. `emitted[i]` tokens came for request i, `accepted[i]` of them guessed."""
+    """A step and how it went. `emitted[i]` tokens came for request i, `accepted[i]` of them guessed.
+
+    The devices were done at `computed`; their texts had been handed out at `ended`. `stages` has for each
+    stage when it began, and how many seconds it was busy.
+    """
 
     step: Step
     started: float
+    computed: float
     ended: float
     emitted: Sequence[int]
     accepted: Sequence[int]
-    busy: Sequence[float]  # seconds of each stage
+    stages: Sequence[tuple[float, float]]
 
 
 @dataclass(slots=True)
@@ -50,7 +57,11 @@ class Mark:
 
 @dataclass(slots=True)
 class Timeline:
-    """All that is known of a request. `parent`: the W3C traceparent that its client sent, or ""."""
+    """All that is known of a request. `parent`: the W3C traceparent that its client sent, or "".
+
+    `steps` are the numbers of the steps that gave it tokens, and `came` the times when they were detokenized.
+    `tier_tokens` of the cached ones came from "host" memory or the "disk".
+    """
 
     request_id: str
     queued: float
@@ -58,11 +69,15 @@ class Timeline:
     parent: str = ""
     first_step: float | None = None
     first_token: float | None = None
+    first_sent: float | None = None
     finished: float | None = None
     sent: float | None = None
     reason: str = ""
     output_tokens: int = 0
     cached_tokens: int = 0
+    tier_tokens: dict[str, int] = field(default_factory=dict)
+    steps: list[int] = field(default_factory=list)
+    came: list[float] = field(default_factory=list)
     marks: list[Mark] = field(default_factory=list)
 
 
@@ -105,9 +120,9 @@ class Tracer:
     def finished(self, request: Request) -> None:
         self._put(("finished", request, self.clock()))
 
-    def sent(self, request_id: str) -> None:
-        """The last of an answer was written to its client, or the client was gone."""
-        self._put(("sent", request_id, self.clock()))
+    def sent(self, request_id: str, whole: bool = True) -> None:
+        """The first of an answer's text was written to its client; or all of it, or the client was gone."""
+        self._put(("sent" if whole else "first sent", request_id, self.clock()))
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
@@ -153,12 +168,13 @@ class Tracer:
             )
         elif kind == "finished":
             self._take_finished(*event[1:])
-        else:
-            _, request_id, now = event
-            if (timeline := self._timelines.get(request_id)) is not None:
-                timeline.sent = now
-                if timeline.finished is not None:
-                    self._end(request_id)
+        elif (timeline := self._timelines.get(event[1])) is not None:
+            if kind == "first sent":
+                timeline.first_sent = event[2]
+                return
+            timeline.sent = event[2]
+            if timeline.finished is not None:
+                self._end(timeline.request_id)
 
     def _take_step(self, done: StepDone) -> None:
         self._tell(lambda sink: sink.step(done))
@@ -177,8 +193,11 @@ class Tracer:
                 timeline.marks.append(
                     Mark("chunk", done.started, done.ended, {"from": start, "tokens": count})
                 )
-            if done.emitted[i] and timeline.first_token is None:
-                timeline.first_token = done.ended
+            if done.emitted[i]:
+                if timeline.first_token is None:
+                    timeline.first_token = done.ended
+                timeline.steps.append(step.step_id)
+                timeline.came.append(done.ended)
 
     def _take_finished(self, request: Request, now: float) -> None:
         timeline = self._timelines.get(request.request_id)
@@ -189,6 +208,7 @@ class Tracer:
         timeline.reason = reason.value if isinstance(reason, FinishReason) else ""
         timeline.output_tokens = len(request.output_token_ids)
         timeline.cached_tokens = request.num_cached_tokens
+        timeline.tier_tokens = dict(request.tier_tokens)
         if timeline.sent is not None:
             self._end(request.request_id)
         else:

@@ -13,6 +13,7 @@ import functools
 from types import SimpleNamespace
 from typing import Any
 
+from hetero.about import About
 from hetero.kv.host_tier import TierCounters
 from hetero.request import FinishReason, OutputDelta, RequestError, TokenLogprob
 from hetero.screen import Placement
@@ -144,6 +145,7 @@ class FakeEngine:
             max_num_seqs=4, n_params=135, size_bytes=1000, quantization="Q4_1",
             created=1700000000, has_chat_template=True, n_embd=3, pooling="mean", notes=("a note",),
             placements=(Placement("CPU", "layers 0 to 3", 1000, 2000, 3000),),
+            about=About("00ff", {"hetero": "1"}, ({"name": "CPU"},), {"ctx": 0}),
         )  # fmt: skip
 
     @property
@@ -250,8 +252,9 @@ class FakeEngine:
         self.running.add(stream)
         return stream
 
-    def note_sent(self, request_id: str) -> None:
-        self.sent.append(request_id)
+    def note_sent(self, request_id: str, whole: bool = True) -> None:
+        if whole:
+            self.sent.append(request_id)
 
     def health(self) -> tuple[bool, str]:
         return self.healthy

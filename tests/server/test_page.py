@@ -66,6 +66,10 @@ async def test_what_the_page_asks_for() -> None:
     assert status["placements"] == [
         {"device": "CPU", "what": "layers 0 to 3", "weights": 1000, "kv": 2000, "compute": 3000}
     ]
+    assert status["about"] == {
+        "model_digest": "00ff", "versions": {"hetero": "1"}, "devices": [{"name": "CPU"}],
+        "settings": {"ctx": 0},
+    }  # fmt: skip
     assert status["now"]["busy_seconds"] == [2.0]
     assert [tier["name"] for tier in status["tiers"]] == ["on the devices", "in host memory", "on the disk"]
     assert status["tiers"][1] == {

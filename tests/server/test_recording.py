@@ -9,8 +9,9 @@ from pathlib import Path
 import pytest
 
 from hetero.bench.record import record
+from hetero.bench.recorded import read_jsonl
 from hetero.bench.server_info import ServerError
-from hetero.bench.workload import Sizes, read_jsonl
+from hetero.bench.workload import Sizes
 from hetero.request import OutputDelta
 from hetero.server.app import RECORDER
 

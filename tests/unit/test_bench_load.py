@@ -11,15 +11,18 @@ import numpy as np
 import pytest
 from click.testing import CliRunner
 from echo_server import Echo, serving
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 import cli
 from hetero.bench.client import Record
 from hetero.bench.distributions import Lengths, arrival_times, parse_lengths
 from hetero.bench.experiment import run_of
 from hetero.bench.load import Load, Run, run_load
+from hetero.bench.recorded import Recorded, Shape, find_workload, read_jsonl, text_of_blocks
 from hetero.bench.results import Limits, parse_limits, summarize
 from hetero.bench.server_info import _few, find_out
-from hetero.bench.workload import WORKLOADS, Sizes, WorkloadError, find_workload, read_jsonl, text_of_blocks
+from hetero.bench.workload import WORKLOADS, Sizes, WorkloadError
 
 
 def run(url: str, load: Load, sessions: int = 40, workload: str = "chat") -> Run:
@@ -204,7 +207,7 @@ def test_recorded_requests(tmp_path: Path):
     assert [s.arrival for s in recorded] == [0.5, 0, 1, 2]
     first, second = (s.turns[0].messages[0]["content"].split() for s in recorded[2:])
     assert len(first) == len(second) == 40 and first[:16] == second[:16] and first[16:32] != second[16:32]
-    assert text_of_blocks(["a", "b"], 40) == " ".join(first)
+    assert text_of_blocks(["a", "b"], 40, 1) == " ".join(first)
     for wrong, why in (
         ("[]", "line 1: is not an object"),
         ('{"at": -1, "prompt": "x"}', "at:"),
@@ -216,6 +219,45 @@ def test_recorded_requests(tmp_path: Path):
         path.write_text(wrong)
         with pytest.raises(WorkloadError, match=why):
             read_jsonl(path)
+
+
+def test_a_recording_without_text_is_drawn_anew_for_each_seed(tmp_path: Path):
+    path = tmp_path / "load.jsonl"
+    line = {"at": 1, "prompt_tokens": 40, "output_tokens": 7, "blocks": ["a", "b"]}
+    path.write_text(json.dumps(line) + "\n" + json.dumps({**line, "blocks": ["a", "c"]}) + "\n")
+    recorded = read_jsonl(path)
+    texts = {
+        seed: [s.turns[0].messages[0]["content"] for s in recorded.sessions(seed, 9, Sizes())]
+        for seed in ("1/0/0", "1/1/0", "1/warm-up")
+    }
+    assert len({text for found in texts.values() for text in found}) == 6
+    assert all(one.split()[:16] == two.split()[:16] for one, two in texts.values())
+    again = recorded.sessions("1/0/0", 9, Sizes())
+    assert texts["1/0/0"] == [s.turns[0].messages[0]["content"] for s in again]
+
+
+def test_what_a_file_asks_is_not_in_the_cache_by_the_warm_up(tmp_path: Path):
+    path = tmp_path / "load.jsonl"
+    path.write_text('{"prompt": "Hello there", "max_tokens": 3}\n')
+    with serving(Echo) as (url, echo):
+        done = CliRunner().invoke(cli.main, ["bench", url, "-w", str(path), "--warm-up", "1"])
+        assert done.exit_code == 0, done.output
+        asked = [body["messages"][0]["content"] for body in echo.bodies]
+    assert asked[1] == "Hello there" != asked[0] and len(asked) == 2
+
+
+@settings(max_examples=100, deadline=None)
+@given(st.lists(st.floats(0, 100), min_size=1, max_size=30), st.floats(1, 30))
+def test_parts_of_a_recording(times: list[float], seconds: float):
+    recorded = Recorded("x", "x", tuple(Shape(i + 1, 1, (), at) for i, at in enumerate(times)))
+    for parts in (recorded.parts(seconds), recorded.parts(None)):
+        numbers = [entry.prompt for part in parts for entry in part.recorded]
+        assert sorted(numbers) == list(range(1, len(times) + 1)) and all(part.recorded for part in parts)
+    stretches = recorded.parts(seconds)
+    counts = [len(part.recorded) for part in stretches]
+    assert counts == sorted(counts, reverse=True)
+    for part in stretches:
+        assert all(-1e-6 <= (entry.arrival or 0.0) <= seconds for entry in part.recorded)
 
 
 @pytest.mark.parametrize(

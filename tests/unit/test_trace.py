@@ -139,7 +139,7 @@ def test_the_file_for_perfetto(tmp_path: Path) -> None:
     path = tmp_path / "trace.json"
     engine = run(lambda engine: Tracer([ChromeFile(path, 2)], engine.clock))
     events = json.loads(path.read_text())
-    steps = [e for e in events if e["ph"] == "X"]
+    steps = [e for e in events if e["ph"] == "X" and e["pid"] == 1]
     assert len(steps) == engine.stats().steps and {e["tid"] for e in steps} <= {0, 1}
     assert sum(e["args"]["emitted"] for e in steps) == engine.stats().generated_tokens
     for lane in (0, 1):  # what is on a line does not overlap
@@ -157,6 +157,9 @@ def test_the_file_for_perfetto(tmp_path: Path) -> None:
     assert {name for request, name in open_spans if request == "r2"} == {
         "r2", "queued", "prompt", "answer", "sending", "chunk"
     }  # fmt: skip
+    (told,) = (e["args"] for e in events if e["ph"] == "b" and e["name"] == "r2")
+    given = {e["args"]["step"] for e in steps if "r2" in e["args"]["requests"]}
+    assert len(told["steps"]) == len(told["came_ms"]) == 20 and set(told["steps"]) <= given
 
 
 def test_spans_for_opentelemetry() -> None:

@@ -24,10 +24,11 @@ from hetero.bench.levers import LeverError, default_levers, parse_lever
 from hetero.bench.load import Load, Run
 from hetero.bench.results import Limits, Summary, summarize
 from hetero.bench.search import NOISE, Choice, Lever, Search, pareto
-from hetero.bench.trial import Traffic
+from hetero.bench.trial import Outcome, Traffic
 from hetero.bench.tune import Confirmation, TuneError, Tuning, winner_toml
 from hetero.bench.tune_report import markdown
 from hetero.bench.workload import WORKLOADS, Sizes
+from hetero.commands import tune as command
 from hetero.config import load
 from hetero.settings import Settings
 
@@ -69,6 +70,10 @@ def test_search_finds_what_is_best(factors: dict, broken: set, known: int):
         assert choice not in tried[:known]
         again.tell(choice, score(choice))
     assert again.best == search.best
+    measured = [score(choice) or 0.0 for choice in tried if choice and score(choice) is not None]
+    assert (search.contender is None) == (not measured)
+    if search.contender is not None:
+        assert search.contender == search.best or score(search.contender) == max(measured)
 
 
 @given(st.dictionaries(st.integers(0, 30), st.tuples(st.integers(0, 9), st.integers(0, 9)), max_size=12))
@@ -127,14 +132,14 @@ def test_what_is_rejected(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
 
     behaving(monkeypatch, how)
     tuning = new(tmp_path / "t", (Lever("max_num_seqs", ("1", "2", "3")), Lever("kv_type", ("fp8",))))
-    assert tuning.search(60, quiet) == ()
+    assert tuning.search(60, quiet).best == ()
     reasons = {dict(o.choice).get("max_num_seqs", "base"): o.rejected for o in tuning.outcomes}
     assert reasons["1"] == "did not start: out of memory"
     assert reasons["2"] is not None and "1 of 8 failed" in reasons["2"] and "HTTP 500" in reasons["2"]
     assert reasons["3"] is not None and ("probe" in reasons["3"] or "changed" in reasons["3"])
     assert any("changes answers" in (o.rejected or "") for o in tuning.outcomes)
     text = markdown(tuning.traffic, tuning.outcomes, None)
-    assert "out of memory" in text and "Nothing was better" in text
+    assert "out of memory" in text and "No other settings could be measured" in text
 
 
 def test_changed_greedy_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
@@ -145,7 +150,7 @@ def test_changed_greedy_answers(monkeypatch: pytest.MonkeyPatch, tmp_path: Path)
 
     behaving(monkeypatch, lambda given: Other() if "spec" in given else Echo())
     tuning = new(tmp_path / "t", (Lever("spec", ("off",)),))
-    assert tuning.search(60, quiet) == ()
+    assert tuning.search(60, quiet).best == ()
     assert [o.rejected for o in tuning.outcomes] == [None, "greedy answers changed"]
 
 
@@ -173,11 +178,11 @@ def test_a_search_finds_confirms_and_goes_on(monkeypatch: pytest.MonkeyPatch, tm
     levers = (Lever("max_num_seqs", ("1", "2")), Lever("spec", ("off",)))
     changed = {"limits": Limits(ttft=0.15), "sessions": 4}
     tuning = new(tmp_path / "t", levers, **changed)
-    assert tuning.search(0, quiet) == () and len(started) == 1  # the base, however short the time
+    assert tuning.search(0, quiet).best == () and len(started) == 1  # the base, however short the time
     (tmp_path / "t" / "trials.jsonl").open("a").write('{"choice": {"cut')
     again = new(tmp_path / "t", levers, **changed)
     assert len(again.outcomes) == 1
-    best = again.search(60, quiet)
+    best = again.search(60, quiet).best
     assert best == (("max_num_seqs", "2"),)
     assert [s.get("max_num_seqs") for s in started[1:3]] == ["1", "2"], "the base was not measured again"
     assert new(tmp_path / "t", levers, **changed).outcomes == again.outcomes, "none was lost"
@@ -186,6 +191,81 @@ def test_a_search_finds_confirms_and_goes_on(monkeypatch: pytest.MonkeyPatch, tm
     assert "max_num_seqs=2" in markdown(again.traffic, again.outcomes, confirmation)
     with pytest.raises(TuneError, match="another search: levers differ"):
         new(tmp_path / "t", levers[:1], **changed)
+
+
+def test_settings_as_good_as_any_are_shown_to_be(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Nothing is better: the best of the others is measured against them on other traffic all the same."""
+    started = behaving(monkeypatch, lambda given: Echo())
+    scores = {(None, None): 8.0, ("1", None): 4.0, (None, "off"): 7.9}
+
+    def judged(run: Run, limits: Limits) -> Summary:
+        settings = started[-1].get("max_num_seqs"), started[-1].get("spec")
+        return replace(summarize(run, limits), good=1.0, goodput=scores[settings])
+
+    monkeypatch.setattr(trial, "summarize", judged)
+    levers = (Lever("max_num_seqs", ("1",)), Lever("spec", ("off",)))
+    tuning = new(tmp_path / "t", levers, limits=Limits(ttft=9.0), sessions=4)
+    search = tuning.search(60, quiet)
+    assert search.best == () and search.contender == (("spec", "off"),)
+    confirmation = tuning.confirm(search.contender, quiet)
+    assert not confirmation.holds and confirmation.pairs == ((7.9, 8.0),)
+    text = markdown(tuning.traffic, tuning.outcomes, confirmation)
+    assert "Not confirmed (0.99x): the settings as they are, are within 5 % of the best found" in text
+    assert (
+        new(tmp_path / "t", levers, limits=Limits(ttft=9.0), sessions=4).known().contender == search.contender
+    )
+
+
+def test_the_time_is_kept_with_the_confirmation_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """Trials of 10 seconds by a clock of its own: 100 seconds have room for three and a confirmation."""
+    now = [0.0]
+    monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
+
+    def measured(given: Any, choice: Any, traffic: Any, seed: str, *rest: Any) -> Outcome:
+        now[0] += 10
+        return Outcome(choice, seed, None, answers="same", score=1.0, output_rate=1.0)
+
+    monkeypatch.setattr(tune, "run_trial", measured)
+    levers = (Lever("max_num_seqs", ("1", "2", "4", "8", "16", "64")),)
+    tuning = new(tmp_path / "t", levers)
+    search = tuning.search(100, quiet)
+    assert len(tuning.outcomes) == 3 and search.contender is not None
+    tuning.confirm(search.contender, quiet)
+    assert now[0] == 30 + 2 * tune.CONFIRMATIONS * 10 <= 100
+
+
+def test_recorded_traffic_is_tuned_as_it_came_and_proved_with_other_parts(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+):
+    """The busiest second of a recording is searched with, the others confirm."""
+    path = tmp_path / "load.jsonl"
+    at = [0.1, 1.2, 1.3, 1.4, 2.5, 2.6]
+    path.write_text("".join(f'{{"at": {t}, "prompt": "at {t}", "max_tokens": 3}}\n' for t in at))
+    asked: list[list[str]] = []
+
+    class Listening(Echo):
+        def __init__(self) -> None:
+            super().__init__()
+            asked.append([])
+
+        async def _stream(self, request, tokens, how):
+            asked[-1].append(self.bodies[-1]["messages"][0]["content"])
+            return await super()._stream(request, tokens, how)
+
+    behaving(monkeypatch, lambda given: Listening())
+    monkeypatch.setattr(tune, "CONFIRMATIONS", 2)
+    found = command.Options(
+        tmp_path, 1.0, str(path), None, 1.0, None, 1.0, None, None, None, 0.95, None, (), False
+    )
+    traffic = command._traffic(found)
+    tuning = Tuning({}, "model.gguf", (Lever("spec", ("off",)),), traffic, None, tmp_path / "t")
+    tuning.open("id")
+    best = tuning.search(60, quiet).contender
+    assert best is not None
+    tuning.confirm(best, quiet)
+    assert len({texts[0] for texts in asked}) == 1 and not asked[0][0].startswith("at"), "the probe"
+    busiest, next_busiest, quietest = ["at 1.2", "at 1.3", "at 1.4"], ["at 2.5", "at 2.6"], ["at 0.1"]
+    assert [texts[1:] for texts in asked] == [busiest] * 2 + [next_busiest] * 2 + [quietest] * 2
 
 
 def test_where_nothing_keeps_the_limits_the_nearest_is_sought(
@@ -208,7 +288,7 @@ def test_where_nothing_keeps_the_limits_the_nearest_is_sought(
     load = Load(concurrency=1)
     levers = (Lever("spec", ("off",)), Lever("max_num_seqs", ("1",)))
     tuning = new(tmp_path / "t", levers, limits=Limits(ttft=0.15), sessions=4, load=load)
-    best = tuning.search(60, quiet)
+    best = tuning.search(60, quiet).best
     assert best == (("spec", "off"),)
     confirmation = tuning.confirm(best, quiet)
     assert confirmation.holds
@@ -279,6 +359,7 @@ def test_end_to_end(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     trials = [json.loads(line) for line in (folder / "trials.jsonl").read_text().splitlines()]
     assert len(trials) == 4 and all(t["score"] > 0 and t["rejected"] is None for t in trials)
     assert len({t["answers"] for t in trials}) == 1
+    assert trials[1]["status"]["about"]["settings"]["max_num_seqs"] == 4
     if not FULL:  # two servers more
         return
     again = CliRunner().invoke(cli.main, [*arguments, "--replay"])
@@ -292,7 +373,7 @@ def test_end_to_end(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.Monk
         (["--lever", "colour=red"], "'colour' is not a setting that can be tuned"),
         (["--slo", "quick"], "--slo: 'quick' is not a limit"),
         (["--rate", "1", "-c", "1"], "--rate and --concurrency"),
-        (["--replay"], "no winner to replay"),
+        (["--replay"], "there is nothing to replay"),
     ],
 )
 def test_what_cannot_be_tuned_is_one_line(

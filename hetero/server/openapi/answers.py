@@ -216,8 +216,8 @@ SLOTS = array(answer({"id": _COUNT, "n_ctx": _COUNT, "is_processing": BOOLEAN}))
 _TIER = answer({"name": STRING, "used": _COUNT, "total": _COUNT, "text": STRING})
 STATUS = answer(
     {
-        "ok": BOOLEAN, "reason": STRING, "model": OBJECT, "placements": array(OBJECT), "notes": array(STRING),
-        "now": OBJECT, "tiers": array(_TIER),
+        "ok": BOOLEAN, "reason": STRING, "model": OBJECT, "about": or_null(OBJECT),
+        "placements": array(OBJECT), "notes": array(STRING), "now": OBJECT, "tiers": array(_TIER),
     }
 )  # fmt: skip
 HEALTH = answer({"status": enum("ok")})

@@ -46,7 +46,10 @@ class Page:
 
 
 def status(context: Context) -> dict[str, Any]:
-    """What the page shows. Totals are since the start, `clock` is in seconds; the page takes differences."""
+    """What the page shows, and what a benchmark's record has of us.
+
+    Totals are since the start, `clock` is in seconds; the page takes differences.
+    """
     engine = context.engine
     info, stats = engine.info, engine.stats()
     ok, reason = (False, "the server is stopping") if context.active.draining else engine.health()
@@ -61,6 +64,7 @@ def status(context: Context) -> dict[str, Any]:
             "size_bytes": info.size_bytes,
             "n_ctx": info.n_ctx,
         },
+        "about": None if info.about is None else asdict(info.about),
         "placements": [asdict(placement) for placement in info.placements],
         "notes": list(info.notes),
         "now": {
