@@ -10,6 +10,7 @@ from __future__ import annotations
 import dataclasses
 import difflib
 import os
+import re
 import tomllib
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from hetero import inside
+from hetero.files import unreadable
 from hetero.kv_types import parse_kv_types
 from hetero.settings import OFF, SPECS, FolderLimit, Settings, flag_name
 from hetero.sizes import format_size, parse_size
@@ -100,16 +102,16 @@ def find_config_file() -> Path | None:
 def read_config_file(path: Path) -> dict[str, Any]:
     """The file's table; SettingError names an unknown key and the nearest known one."""
     try:
-        with path.open("rb") as file:
-            table = tomllib.load(file)
-    except OSError as exc:
-        raise SettingError(f"{path}: {exc.strerror or exc}") from None
-    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as exc:
+        table = tomllib.loads(path.read_text(encoding="utf-8-sig"))  # Windows' editor begins with a mark
+    except (OSError, UnicodeDecodeError) as exc:
+        raise SettingError(f"{path}: {unreadable(exc)}") from None
+    except tomllib.TOMLDecodeError as exc:
         raise SettingError(f"{path}: {exc}") from None
     for key in table:
         if key not in SPECS:
-            near = difflib.get_close_matches(key.replace("-", "_").lower(), SPECS, n=1, cutoff=0.0)
-            raise SettingError(f"{path}: unknown setting {key!r}; did you mean {near[0]!r}?")
+            near = difflib.get_close_matches(key.replace("-", "_").lower(), SPECS, n=1)
+            hint = f"did you mean {near[0]!r}?" if near else "hetero serve --print-config shows all there are"
+            raise SettingError(f"{path}: unknown setting {key!r}; {hint}")
     return table
 
 
@@ -120,7 +122,7 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         items = [raw] if isinstance(raw, str) else raw
         if not isinstance(items, (list, tuple)) or not all(isinstance(i, str) and i for i in items):
             raise ValueError("must be a list of non-empty strings")
-        return tuple(items)
+        return tuple(_address(i) for i in items) if meta.get("address") else tuple(items)
     if kind == "counts":
         items = raw.split(",") if isinstance(raw, str) else raw
         if not isinstance(items, (list, tuple)) or not items:
@@ -138,6 +140,8 @@ def _convert(spec: dataclasses.Field[Any], raw: Any) -> Any:
         return _folder_limit(raw, meta["low"])
     if kind == "spec":
         parse_spec(raw)
+    if meta.get("address"):
+        _address(raw)
     if kind == "choice" and raw not in meta["choices"]:
         raise ValueError(f"{raw!r} is not one of {', '.join(meta['choices'])}")
     return str(Path(raw).expanduser()) if kind == "path" else raw
@@ -150,6 +154,13 @@ def _folder_limit(raw: str, low: int) -> FolderLimit:
     return FolderLimit(str(Path(folder).expanduser()), _number(size, "size", low, 1 << 62))
 
 
+def _address(raw: str) -> str:
+    """An address on the web, or what stands for any origin or for a page without one."""
+    if raw not in ("*", "null") and not re.fullmatch(r"[A-Za-z][A-Za-z0-9+.-]*://[^/\s]+\S*", raw):
+        raise ValueError(f"{raw!r} is not an address such as http://localhost:3000")
+    return raw
+
+
 def _number(raw: Any, kind: str, low: int, high: int) -> int:
     if isinstance(raw, bool) or not isinstance(raw, (int, str)):
         raise ValueError("must be a size such as 2GiB" if kind == "size" else "must be a whole number")
@@ -158,8 +169,9 @@ def _number(raw: Any, kind: str, low: int, high: int) -> int:
     except ValueError as exc:
         raise ValueError(f"{raw!r} {exc if kind == 'size' else 'is not a whole number'}") from None
     if not low <= value <= high:
-        bound = f"at least {low}" if high >= 1 << 62 else f"between {low} and {high}"
-        raise ValueError(f"must be {bound}, not {value}")
+        shown = [format_size(n) if kind == "size" and n else str(n) for n in (low, high, value)]
+        bound = f"at least {shown[0]}" if high >= 1 << 62 else f"between {shown[0]} and {shown[1]}"
+        raise ValueError(f"must be {bound}, not {shown[2]}")
     return value
 
 

@@ -20,3 +20,10 @@ def write_whole(path: Path, text: str) -> None:
     finally:
         with contextlib.suppress(OSError):
             beside.unlink(missing_ok=True)
+
+
+def unreadable(error: OSError | UnicodeDecodeError) -> str:
+    """Why a text file could not be read, for people."""
+    if isinstance(error, UnicodeDecodeError):
+        return "it is not text in UTF-8"
+    return error.strerror or str(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -103,6 +103,7 @@ def prepare(
 
         draft, choices, planned = plan_with_draft(settings, gguf, choices, there, plan_on, progress)
     facts, plan = planned.facts, planned.plan
+    plan = replace(plan, notes=(*plan.notes, *devices.crowded(choices)))
     if isinstance(config, LlamaConfig):
         host = no_host_memory(plan)
     else:

@@ -107,6 +107,8 @@ def open_speculation(
     path = None if settings.spec_store is None else Path(settings.spec_store)
     if path is not None and not path.parent.is_dir():
         raise ProposersError(f"--spec-store {path}: there is no folder {path.parent}")
+    if path is not None and path.is_dir():
+        raise ProposersError(f"--spec-store {path}: is a folder, not a file")
     corpus = None if settings.spec_corpus is None else Path(settings.spec_corpus)
     if corpus is not None and not corpus.is_dir():
         raise ProposersError(f"--spec-corpus {corpus}: is not a folder")

@@ -172,7 +172,10 @@ class Settings:
         kind="path",
     )
     spec_corpus: str | None = setting(
-        None, "Folder of texts, such as source code, that --spec store learns at the start.", kind="path"
+        None,
+        "Folder of texts, such as source code, that --spec store learns at the start.",
+        kind="path",
+        metavar="DIR",
     )
     spec_memory: int = setting(
         64 << 20,
@@ -199,6 +202,7 @@ class Settings:
         (),
         "Origin of a web page that may call the server from a browser, such as http://localhost:3000.",
         kind="list",
+        address=True,
     )
     key_requests: int = setting(
         0, "Requests of one API key that are answered at the same time; more get a 429. 0: any number.",
@@ -233,6 +237,7 @@ class Settings:
         "Address of an OpenTelemetry collector that gets a span for each request, such as "
         "http://localhost:4318/v1/traces. Needs the extra otlp.",
         kind="str",
+        address=True,
     )
     log_level: str = setting("info", "What is logged to stderr.", kind="choice", choices=LOG_LEVELS)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from hetero.batch import Batch
+from hetero.files import unreadable
 from hetero.kv.groups import KVGroup
 from hetero.kv_types import F16, KVTypes
 from hetero.plan.planner import BLOCK_SIZE
@@ -69,8 +70,7 @@ def read_tokens(tokenizer: Tokenizer, path: Path | None, limit: int) -> list[int
             with path.open(encoding="utf-8") as file:
                 text = file.read(CHARS_PER_TOKEN * limit)
         except (OSError, UnicodeDecodeError) as exc:
-            reason = getattr(exc, "strerror", None) or exc
-            raise WindowError(f"--text {path}: {reason}") from None
+            raise WindowError(f"--text {path}: {unreadable(exc)}") from None
     bos = [tokenizer.bos_id] if tokenizer.add_bos and tokenizer.bos_id is not None else []
     return (bos + tokenizer.encode(text, parse_special=False, add_special=False))[:limit]
 

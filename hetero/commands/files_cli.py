@@ -78,7 +78,7 @@ def quality(
       hetero quality model.gguf --kv-type fp8,q8_0 --ctx 4096
     """
     if (other is None) == (kv_type is None):
-        raise click.UsageError("give OTHER, or --kv-type")
+        raise click.UsageError("give either OTHER or --kv-type")
     if tokens < ctx:
         raise click.UsageError(f"--tokens {tokens} is less than one window of --ctx {ctx}")
     loaded = load_settings(given)

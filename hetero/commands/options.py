@@ -50,7 +50,7 @@ def settings_options(*names: str) -> Callable[[Callable], Callable]:
         for name in reversed(names):
             meta = SPECS[name].metadata
             several = meta["kind"] == "list"
-            metavar = "|".join(meta["choices"]) if meta["kind"] == "choice" else METAVARS[meta["kind"]]
+            metavar = "|".join(meta.get("choices", ())) or meta.get("metavar") or METAVARS[meta["kind"]]
             option = click.option(flag_name(name), name, metavar=metavar, multiple=several, help=meta["help"])
             command = option(command)
         config = click.option(

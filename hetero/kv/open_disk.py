@@ -62,6 +62,8 @@ def open_folder(setting: FolderLimit, prepared: Prepared) -> DiskFolder:
         raise DiskCacheError(f"--disk-cache {setting}: one block of this model takes {format_size(least)}")
     try:
         return DiskFolder(Path(setting.folder), setting.nbytes, fingerprint(prepared.gguf, layout))
+    except (FileExistsError, NotADirectoryError):
+        raise DiskCacheError(f"--disk-cache {setting.folder}: is not a folder") from None
     except OSError as exc:
         raise DiskCacheError(f"--disk-cache {setting.folder}: {exc.strerror or exc}") from None
 

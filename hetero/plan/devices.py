@@ -12,7 +12,7 @@ from backends.ggml import devices as ggml_devices
 from backends.ggml.devices import DeviceError
 from backends.ggml.endpoint import endpoint_devices, split_address
 from hetero.plan import visibility
-from hetero.plan.host import core_numbers, free_memory, memory_limit, usable_cores
+from hetero.plan.host import core_numbers, free_memory, logical_cores, memory_limit, usable_cores
 
 # Interfaces that reach other makers' cards too; the maker's own one is faster where it is there.
 GENERIC = ("Vulkan", "OpenCL", "WebGPU")
@@ -140,6 +140,13 @@ class _Asked:
         where = {"rpc": "endpoint", "worker": "worker"}.get(self.place)
         address = {where: self.address} if where else {}
         return DeviceSpec(self.device.name, self.device.device_id, threads, cores, **address)
+
+
+def crowded(choices: Sequence[DeviceChoice], cores: int | None = None) -> list[str]:
+    """A line where more threads are to compute on this machine than can run at the same time."""
+    cores = logical_cores() if cores is None else cores
+    threads = sum(c.threads for c in choices if c.own_kernels and not c.spec.worker)
+    return [f"{threads} threads for {cores} cores wait for each other; fewer are faster"] * (threads > cores)
 
 
 def _by_default(threads: int, devices: Sequence[DeviceInfo], around: Around) -> tuple[DeviceChoice, ...]:

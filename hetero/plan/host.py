@@ -21,6 +21,12 @@ def usable_cores() -> int:
     return max(1, min(allowed, physical, cpu_quota() or allowed))
 
 
+def logical_cores() -> int:
+    """Threads that this process can run at the same time: those of its cores, within a CPU quota."""
+    allowed = len(allowed_cores()) or os.cpu_count() or 1
+    return max(1, min(allowed, cpu_quota() or allowed))
+
+
 def core_numbers(root: Path = CORES) -> tuple[int, ...]:
     """The logical cores to pin compute threads to, one of each physical core; () where none can be pinned.
 

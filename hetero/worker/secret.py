@@ -9,6 +9,7 @@ import stat
 from dataclasses import dataclass
 from pathlib import Path
 
+from hetero.files import unreadable
 from hetero.pipeline.handshake import MIN_SECRET
 
 VARIABLE = "HETERO_WORKER_SECRET"
@@ -62,7 +63,7 @@ def _read(path: Path) -> Secret:
         text = path.read_text(encoding="utf-8")
         mode = path.stat().st_mode
     except (OSError, UnicodeDecodeError) as error:
-        raise SecretError(f"secret file {path}: {getattr(error, 'strerror', None) or error}") from None
+        raise SecretError(f"secret file {path}: {unreadable(error)}") from None
     secret = _checked(text, f"secret file {path}")
     if os.name == "posix" and mode & (stat.S_IRWXG | stat.S_IRWXO):
         _log.warning("secret file %s: other users may read it; chmod 600 shuts them out", path)

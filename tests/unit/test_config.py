@@ -142,14 +142,21 @@ def test_not_sizes(text: str):
         ({"disk_cache": "/cache"}, {}, "", ["--disk-cache", "'/cache'", "DIR:SIZE"]),
         ({"disk_cache": ":1G"}, {}, "", ["--disk-cache", "':1G'", "DIR:SIZE"]),
         ({}, {"HETERO_DISK_CACHE": r"C:\cache"}, "", ["HETERO_DISK_CACHE", "not a size"]),
-        ({"disk_cache": "/cache:1K"}, {}, "", ["--disk-cache", "at least 1048576"]),
+        ({"disk_cache": "/cache:1K"}, {}, "", ["--disk-cache", "at least 1.0 MiB, not 1.0 KiB"]),
+        (
+            {"allowed_origin": ("http://a", "localhost:3000")},
+            {},
+            "",
+            ["--allowed-origin", "'localhost:3000'"],
+        ),
+        ({}, {"HETERO_OTLP": "collector"}, "", ["HETERO_OTLP", "'collector'", "http://"]),
         ({}, {}, "disk_cache = 5", ["disk_cache", "hetero.toml", "string"]),
         ({"objective": "speed"}, {}, "", ["--objective", "speed", "throughput"]),
         ({}, {}, "api_key = [1]", ["api_key", "hetero.toml", "strings"]),
         ({}, {}, 'host = ""', ["host", "hetero.toml", "non-empty"]),
         ({}, {}, "max-num-seq = 3", ["hetero.toml", "'max-num-seq'", "'max_num_seqs'"]),
         ({}, {}, "port = = 1", ["hetero.toml", "line 1"]),
-        ({}, {}, "[server]\nport = 1", ["hetero.toml", "'server'"]),
+        ({}, {}, "[server]\nport = 1", ["hetero.toml", "'server'", "--print-config"]),
         ({"kv_tokens": "100", "kv_memory": "1G"}, {}, "", ["--kv-tokens", "--kv-memory"]),
     ],
 )
@@ -160,6 +167,19 @@ def test_errors_name_the_setting_and_its_source(flags, env, toml, words):
     line = str(caught.value)
     assert "\n" not in line
     assert [w for w in words if w not in line] == []
+
+
+def test_a_file_from_windows_editor():
+    Path("hetero.toml").write_bytes(b"\xef\xbb\xbfport = 9000\r\n")
+    assert load({}, {}).settings.port == 9000
+    Path("hetero.toml").write_bytes(b"port = 9000 # gro\xdf")
+    with pytest.raises(SettingError, match=r"hetero\.toml: it is not text in UTF-8"):
+        load({}, {})
+
+
+def test_any_origin_and_that_of_pages_without_one_can_be_allowed():
+    origins = ("*", "null", "vscode-webview://abc", "http://localhost:3000/")
+    assert load({"allowed_origin": origins}, {}).settings.allowed_origin == origins
 
 
 def test_a_named_file_must_exist(tmp_path):

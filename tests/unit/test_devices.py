@@ -9,7 +9,7 @@ import pytest
 from backends.base import DeviceInfo, DeviceSpec
 from hetero.commands import devices as command
 from hetero.plan import visibility
-from hetero.plan.devices import Around, DeviceError, choose, offered, same_card
+from hetero.plan.devices import Around, DeviceError, choose, crowded, offered, same_card
 
 GIB = 1 << 30
 CPU = DeviceInfo("CPU", "cpu", "a processor", 64 * GIB, 48 * GIB, "CPU", "CPU")
@@ -61,6 +61,13 @@ def test_a_cpu_alone_is_not_pinned():
     assert specs(threads=3, devices=[CPU]) == [DeviceSpec("CPU", "CPU", 3)]
     assert [c.threads for c in chosen("CUDA0", "CPU", threads=2)] == [0, 2]
     assert chosen("CUDA0", "CPU")[1].spec.cores == ()
+
+
+def test_more_threads_than_can_run_are_told():
+    assert crowded(chosen("CPU"), cores=4) == []
+    (note,) = crowded(chosen("CPU", threads=64), cores=4)
+    assert note.startswith("64 threads for 4 cores")
+    assert crowded(chosen("CUDA0", "CPU:threads=4", "worker=box:1/CPU:threads=64"), cores=4) == []
 
 
 def test_several_cpu_devices_have_cores_of_their_own():

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable
 from types import SimpleNamespace
 
@@ -141,3 +142,16 @@ def test_a_worker_keeps_its_contexts_out_of_reach(tmp_path) -> None:
     with pytest.raises(DiskCacheError, match=r"--disk-cache.* CPU at box:7000 .*another machine"):
         open_folder(FolderLimit(str(tmp_path / "cache"), 1 << 20), prepared)  # type: ignore[arg-type]
     assert not (tmp_path / "cache").exists()
+
+
+def test_a_cache_folder_that_is_a_file_is_named(tmp_path) -> None:
+    (tmp_path / "file").write_text("")
+    prepared = SimpleNamespace(
+        plan=SimpleNamespace(groups=(), stages=[], max_model_len=16),
+        config=SimpleNamespace(),
+        host=SimpleNamespace(block_bytes=(64,)),
+        gguf=SimpleNamespace(metadata={}, tensors={}, paths=[]),
+    )
+    for path in (tmp_path / "file", tmp_path / "file" / "below"):
+        with pytest.raises(DiskCacheError, match=f"--disk-cache {re.escape(str(path))}: is not a folder"):
+            open_folder(FolderLimit(str(path), 1 << 20), prepared)  # type: ignore[arg-type]

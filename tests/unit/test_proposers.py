@@ -65,6 +65,11 @@ def test_what_cannot_be_used_is_one_line(gguf: GGUFFile, tmp_path: Path, setting
     assert "--" + setting.replace("_", "-") in str(caught.value) and "\n" not in str(caught.value)
 
 
+def test_a_store_needs_a_file(gguf: GGUFFile, tmp_path: Path):
+    with pytest.raises(ProposersError, match=r"--spec-store .*: is a folder, not a file"):
+        opened(gguf, spec_store=str(tmp_path))
+
+
 def test_a_vocabulary_too_large_for_the_store(gguf: GGUFFile):
     with pytest.raises(ProposersError, match="--spec ngram"):
         open_speculation(Settings(), ByteTokenizer(), gguf, 1 << 21)
