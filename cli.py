@@ -10,6 +10,7 @@ import click
 
 from hetero.commands.bench_cli import bench
 from hetero.commands.files_cli import FILE_COMMANDS
+from hetero.commands.group import Commands
 from hetero.commands.library import models, pull
 from hetero.commands.options import (
     ENGINE,
@@ -44,7 +45,7 @@ def _show_licenses(context: click.Context, _: click.Parameter, wanted: bool) -> 
         context.exit()
 
 
-@click.group(context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
+@click.group(cls=Commands, context_settings={"help_option_names": ["-h", "--help"], "max_content_width": 100})
 @click.option(
     "--version",
     is_flag=True,

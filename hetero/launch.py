@@ -13,6 +13,7 @@ from backends.base import StageBackend, StageLost
 from backends.ggml.lib import GgmlError
 from backends.ggml.models import ModelError as ConfigError
 from backends.llama.config import LlamaConfig
+from hetero.files import unreadable
 from hetero.plan.facts import count_parameters, quantization
 from hetero.plan.planner import BLOCK_SIZE, StagePlan
 from hetero.prepare import LaunchError, Prepared, prepare, require_fit
@@ -173,7 +174,7 @@ def _chat_template(settings: Settings, gguf: GGUFFile, tokenizer: Tokenizer) -> 
     try:
         source = Path(settings.chat_template).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise LaunchError(f"--chat-template {settings.chat_template}: {exc}") from None
+        raise LaunchError(f"--chat-template {settings.chat_template}: {unreadable(exc)}") from None
     template = ChatTemplate.of(source, tokenizer)
     if template.error:
         raise LaunchError(f"--chat-template {settings.chat_template}: {template.error}")
@@ -285,19 +286,24 @@ def _placements(
     if prepared.llama is not None:  # what is on which of its devices, libllama does not tell
         name = ", ".join(p.device for p in planned)
         planned = (replace(planned[0], device=f"{name} (libllama)", layers=(0, prepared.llama.n_layer)),)
-    placed = [_placement(plan.what, plan, stage) for plan, stage in zip(planned, stages, strict=True)]
+    threads = [prepared.choices[p.index].threads for p in planned]
+    placed = [
+        _placement(plan.what, plan, stage, count)
+        for plan, stage, count in zip(planned, stages, threads, strict=True)
+    ]
     if prepared.plan.host_experts:
         held = sum(stage.memory()["experts"] for stage in stages)
         placed.append(Placement("main memory", f"experts of {prepared.plan.host_experts} layers", held, 0, 0))
     if draft is not None and prepared.draft is not None:
         name = prepared.draft.model.name
-        placed.append(_placement(f"draft model {name}", prepared.draft.stage, draft))
+        count = prepared.draft.choice.threads
+        placed.append(_placement(f"draft model {name}", prepared.draft.stage, draft, count))
     return tuple(placed)
 
 
-def _placement(what: str, planned: StagePlan, stage: StageBackend) -> Placement:
+def _placement(what: str, planned: StagePlan, stage: StageBackend, threads: int) -> Placement:
     held = stage.memory()
-    return Placement(planned.device, what, held["weights"], held["kv"], held["compute"])
+    return Placement(planned.device, what, held["weights"], held["kv"], held["compute"], threads)
 
 
 def _model_info(

@@ -17,13 +17,18 @@ ProgressCallback = Callable[[str, float], None]
 
 @dataclass(frozen=True, slots=True)
 class Placement:
-    """One row of "what sits where". Sizes in bytes."""
+    """One row of "what sits where". Sizes in bytes; `threads` of this machine's CPU, else 0."""
 
     device: str
     what: str
     weights: int
     kv: int
     compute: int
+    threads: int = 0
+
+    @property
+    def title(self) -> str:
+        return device_title(self.device, self.threads)
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,7 +44,6 @@ class StartScreen:
     kv_tokens: int
     ram_tokens: int
     max_num_seqs: int
-    threads: int
     placements: tuple[Placement, ...]
     url: str
     start_seconds: float
@@ -84,6 +88,13 @@ class StartScreen:
         return f"curl {self.url}/v1/chat/completions{header} -H 'Content-Type: application/json' -d '{body}'"
 
 
+def device_title(name: str, threads: int) -> str:
+    """A device as tables name it: with its threads, where its name does not say them already."""
+    if not threads or ":threads=" in name:
+        return name
+    return f"{name} ({threads} thread{'' if threads == 1 else 's'})"
+
+
 def format_count(number: int) -> str:
     """134515008 -> '135M'."""
     for limit, unit in ((1e9, "B"), (1e6, "M"), (1e3, "K")):
@@ -101,7 +112,7 @@ def show_start(start: StartScreen, stream: TextIO | None = None) -> None:
     lines = [f"model: {start.model_line}", f"capacity: {start.capacity_line}"]
     for place in start.placements:
         lines.append(
-            f"{place.device}: {place.what}, {start.threads} threads; weights {format_size(place.weights)}, "
+            f"{place.title}: {place.what}; weights {format_size(place.weights)}, "
             f"KV {format_size(place.kv)}, compute {format_size(place.compute)}"
         )
     lines += [f"warning: {line}" for line in start.warnings]
@@ -129,7 +140,7 @@ def _show_rich(start: StartScreen, stream: TextIO) -> None:
     table.add_column("compute", justify="right")
     for place in start.placements:
         sizes = (format_size(n) for n in (place.weights, place.kv, place.compute))
-        table.add_row(f"{place.device} ({start.threads} threads)", place.what, *sizes)
+        table.add_row(place.title, place.what, *sizes)
     console.print(table)
     for line in start.warnings:
         console.print(f"\n[yellow]{escape(line)}[/]")

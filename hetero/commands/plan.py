@@ -8,7 +8,7 @@ import sys
 from typing import TYPE_CHECKING, Any
 
 from hetero.commands.inspect import fail, print_table
-from hetero.screen import loading
+from hetero.screen import device_title, loading
 from hetero.settings import FolderLimit, Settings
 from hetero.sizes import format_size
 
@@ -97,11 +97,13 @@ def _show(prepared: Prepared, disk: FolderLimit | None = None) -> None:
     print()
     if view is not None:
         _show_speed(view)
+    elif prepared.native is not None:
+        print("speed      not measured yet; --calibrate does it")
     _show_caches(prepared, disk)
-    print(f"context    {made.max_model_len}")
+    print(f"context    {made.max_model_len:,}")
     if prepared.draft is not None:
         tokens = prepared.draft.planned.plan.kv_tokens
-        print(f"draft      {prepared.draft.model.path}, {tokens} KV tokens")
+        print(f"draft      {prepared.draft.model.path}, {tokens:,} KV tokens")
     if len(made.stages) > 1:
         for stage in made.stages:
             print(f"why        {stage.device}: layers {_layers(stage)}: {stage.reason}")
@@ -118,21 +120,21 @@ def _show_caches(prepared: Prepared, disk: FolderLimit | None) -> None:
             size = format_size(prepared.facts.state_bytes * len(group.layers))
             print(f"states     {group.num_blocks}, of {size} each, for {len(group.layers)} recurrent layers")
             continue
-        span = "all tokens" if group.window is None else f"a window of {group.window} tokens"
-        print(f"KV blocks  {group.num_blocks}, for {len(group.layers)} layers that attend {span}")
-    print(f"KV tokens  {made.kv_tokens}")
+        span = "all tokens" if group.window is None else f"a window of {group.window:,} tokens"
+        print(f"KV blocks  {group.num_blocks:,}, for {len(group.layers)} layers that attend {span}")
+    print(f"KV tokens  {made.kv_tokens:,}")
     kept = dict.fromkeys(str(stage.kv_types) for stage in made.stages)
     print(f"KV format  {' and '.join(kept)}")
     if made.formats:
-        in_others = ", ".join(f"{one.tokens} as {one.name}" for one in made.formats)
+        in_others = ", ".join(f"{one.tokens:,} as {one.name}" for one in made.formats)
         print(f"           tokens in the same memory: {in_others}")
-    size = f"{host.tokens} tokens in {format_size(host.nbytes)}" if host.nbytes else "none"
+    size = f"{host.tokens:,} tokens in {format_size(host.nbytes)}" if host.nbytes else "none"
     print(f"RAM cache  {size} ({host.why})")
     if host.nbytes:
-        in_others = ", ".join(f"{n} as {name}" for name, n in _host_tokens(prepared))
+        in_others = ", ".join(f"{n:,} as {name}" for name, n in _host_tokens(prepared))
         print(f"           tokens in the same memory: {in_others}")
     if disk:
-        in_each = ", ".join(f"{n} as {name}" for name, n in _disk_tokens(prepared, disk))
+        in_each = ", ".join(f"{n:,} as {name}" for name, n in _disk_tokens(prepared, disk))
         print(f"disk cache {disk}: tokens {in_each}")
 
 
@@ -161,11 +163,9 @@ def _disk_tokens(prepared: Prepared, disk: FolderLimit) -> list[tuple[str, int]]
 
 def _row(stage: StagePlan, choice: DeviceChoice, what: str = "") -> tuple[str, ...]:
     sizes = (stage.weight_bytes, stage.kv_bytes, stage.compute_bytes, stage.total_bytes, stage.free_bytes)
-    threads, name = choice.threads, stage.device
-    if threads and ":" not in name:
-        name += f", {threads} thread{'s' if threads > 1 else ''}"
     step = "-" if stage.seconds is None else f"{1e3 * stage.seconds:.2f} ms"
-    return (name, what or _layers(stage), *map(format_size, sizes), step)
+    title = device_title(stage.device, choice.threads)
+    return (title, what or _layers(stage), *map(format_size, sizes), step)
 
 
 def _layers(stage: StagePlan) -> str:
@@ -208,16 +208,20 @@ def _segments(stage: StagePlan) -> list[tuple[str, int, str]]:
     return [*parts, (".", BAR - ends[-1], "dim")]
 
 
+def _requests(count: int) -> str:
+    return f"{count:,} request{'' if count == 1 else 's'}"
+
+
 def _show_speed(view: Forecast) -> None:
     source = "predicted from measurements" if view.measured else "guessed from sizes, nothing was measured"
     print(
-        f"speed      {view.tokens_per_second:.0f} tokens/s for {view.requests} requests at "
-        f"{view.context} tokens, {view.single_tokens_per_second:.0f} for one alone ({source})"
+        f"speed      {view.tokens_per_second:,.0f} tokens/s for {_requests(view.requests)} at "
+        f"{view.context:,} tokens, {view.single_tokens_per_second:,.0f} for one alone ({source})"
     )
     for other in view.alternatives:
         layers = ", ".join(f"{device} {count}" for device, count in other.layers)
-        fit = f"; {other.short_by_bytes} bytes short" if other.short_by_bytes else ""
+        fit = f"; {format_size(other.short_by_bytes)} short" if other.short_by_bytes else ""
         print(
-            f"compare    {other.name} split ({layers}): {other.tokens_per_second:.0f} tokens/s, "
-            f"{other.single_tokens_per_second:.0f} for one alone, {other.kv_tokens} KV tokens{fit}"
+            f"compare    {other.name} split ({layers}): {other.tokens_per_second:,.0f} tokens/s, "
+            f"{other.single_tokens_per_second:,.0f} for one alone, {other.kv_tokens:,} KV tokens{fit}"
         )

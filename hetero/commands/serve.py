@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from hetero.commands.inspect import fail, print_table
 from hetero.config import Loaded, describe
+from hetero.files import unreadable
 from hetero.screen import Placement, StartScreen, loading, show_start
 from hetero.settings import Settings
 
@@ -49,6 +50,7 @@ def serve(settings: Settings) -> int:
         logging.getLogger("aiohttp.access").setLevel(logging.WARNING)
     try:
         keys, tls = api_keys(settings), tls_context(settings)
+        require_trace(settings)
         with contextlib.ExitStack() as held:  # the port, so that nobody takes it while the model loads
             for sock in bind(settings.host, settings.port):
                 held.enter_context(sock)
@@ -56,7 +58,11 @@ def serve(settings: Settings) -> int:
                 prepared = prepare(settings, progress)
                 require_fit(prepared)
                 engine, placements = load(prepared, settings, progress)
-                trace_requests(engine, settings)
+                try:
+                    trace_requests(engine, settings)
+                except LaunchError:
+                    asyncio.run(engine.close())  # its threads would keep the process
+                    raise
 
         def show(host: str, port: int) -> None:
             show_start(_start_screen(settings, prepared, engine, placements, keys, started))
@@ -94,7 +100,7 @@ async def _serve(
     try:
         await app.serve(app.create_app(engine, http), http, on_ready=show)
     except OSError as exc:
-        raise PortError(f"port {settings.port} on {settings.host}: {exc.strerror or exc}") from None
+        raise _port_error(settings.host, settings.port, exc, "--port") from None
     finally:
         await engine.close(0)
 
@@ -118,7 +124,6 @@ def _start_screen(
         kv_tokens=info.kv_tokens,
         ram_tokens=prepared.host.tokens,
         max_num_seqs=settings.max_num_seqs,
-        threads=prepared.choice.threads,
         placements=placements,
         url=base_url(settings.host, settings.port, settings.tls_cert is not None),
         start_seconds=time.monotonic() - started,
@@ -153,11 +158,23 @@ def api_keys(settings: Settings) -> tuple[str, ...]:
     try:
         text = Path(settings.api_key_file).read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as exc:
-        raise LaunchError(f"--api-key-file {settings.api_key_file}: {exc}") from None
+        raise LaunchError(f"--api-key-file {settings.api_key_file}: {unreadable(exc)}") from None
     keys = tuple(line.strip() for line in text.splitlines() if line.strip())
     if not keys:  # an empty file must not mean "no key is needed"
         raise LaunchError(f"--api-key-file {settings.api_key_file}: there is no key in it")
     return (*settings.api_key, *keys)
+
+
+def require_trace(settings: Settings) -> None:
+    """Raise LaunchError when the file of --trace cannot be written, before the model loads."""
+    from hetero.prepare import LaunchError
+
+    if settings.trace is None:
+        return
+    try:
+        Path(settings.trace).open("a", encoding="utf-8").close()
+    except OSError as exc:
+        raise LaunchError(f"--trace {settings.trace}: {exc.strerror or exc}") from None
 
 
 def trace_requests(engine: AsyncEngine, settings: Settings) -> None:
@@ -227,6 +244,11 @@ def bind(host: str, port: int, host_flag: str = "--host", port_flag: str = "--po
         except OSError as exc:
             for opened in sockets:
                 opened.close()
-            reason = "is taken by another program" if exc.errno == errno.EADDRINUSE else str(exc.strerror)
-            raise PortError(f"port {port} on {host}: {reason}; choose another with {port_flag}") from None
+            raise _port_error(host, port, exc, port_flag) from None
     return sockets
+
+
+def _port_error(host: str, port: int, exc: OSError, port_flag: str) -> PortError:
+    taken = exc.errno == errno.EADDRINUSE
+    reason = "is taken by another program" if taken else exc.strerror or exc
+    return PortError(f"port {port} on {host}: {reason}; choose another with {port_flag}")

@@ -213,10 +213,10 @@ def make_plan(facts: ModelFacts, places: Sequence[Place], cuts: Sequence[Cut], l
     tokens, reasons = _choose_tokens(facts, limits, context, memories, places)
     notes = []
     if limits.ctx > facts.n_ctx_train:
-        notes.append(f"--ctx {limits.ctx} is more than the model was trained for: {facts.n_ctx_train}")
+        notes.append(f"--ctx {limits.ctx} is more than the model was trained for: {facts.n_ctx_train:,}")
     if tokens < context:
         notes.append(
-            f"requests are limited to the {tokens} tokens of the KV cache; the model could {context}"
+            f"requests are limited to the {tokens:,} tokens of the KV cache; the model could take {context:,}"
         )
     plain = dict.fromkeys(s.place.device for s in stages if s.place.gathers)
     if plain and facts.plain_kv_types != facts.kv_types:
@@ -338,7 +338,8 @@ def _choose_tokens(
     if limits.kv_memory:
         tokens = tokens_of_memory(facts, limits, places)
         if tokens >= most:
-            return most, [f"KV cache: {limits.max_num_seqs} requests of {context} tokens; more is never used"]
+            held = f"{limits.max_num_seqs} requests of {context:,} tokens"
+            return most, [f"KV cache: {held}; more is never used"]
         return tokens, [f"KV cache: what fits in --kv-memory ({format_size(limits.kv_memory)})"]
     tightest = ""
 
@@ -359,10 +360,10 @@ def _choose_tokens(
 
     tokens = _most_tokens(most, fits)
     if tokens >= most:
-        return most, [f"KV cache: {limits.max_num_seqs} requests of {context} tokens"]
+        return most, [f"KV cache: {limits.max_num_seqs} requests of {context:,} tokens"]
     if tokens >= least:
         return tokens, [f"KV cache: {tightest}"]
-    return least, [f"KV cache: the least that is useful, {least} tokens"]
+    return least, [f"KV cache: the least that is useful, {least:,} tokens"]
 
 
 def _most_tokens(most: int, fits: Callable[[int], bool]) -> int:

@@ -88,10 +88,12 @@ def _moved(parts: Sequence[Part], index: int, step: int) -> tuple[Part, ...] | N
 def _compared(now: Split, other: Split, problem: SplitProblem) -> str:
     """In the figure that decides: the slowest stage, else the sum over all stages."""
     if problem.objective != "latency" and other.slowest > now.slowest:
-        return f"the slowest stage would take {_ms(other.slowest)} ms instead of {_ms(now.slowest)}"
-    if other.total > now.total:
-        return f"a token would take {_ms(other.total)} ms through all stages instead of {_ms(now.total)}"
-    return f"a token would cost {_ms(other.score)} ms instead of {_ms(now.score)}"
+        text = f"the slowest stage would take {_ms(other.slowest)} ms instead of {_ms(now.slowest)}"
+    elif other.total > now.total:
+        text = f"a token would take {_ms(other.total)} ms through all stages instead of {_ms(now.total)}"
+    else:
+        text = f"a token would cost {_ms(other.score)} ms instead of {_ms(now.score)}"
+    return f"{text}, with its share of prompts"  # what no step in the table has
 
 
 def _rest(problem: SplitProblem, parts: Sequence[Part]) -> str:
@@ -105,7 +107,7 @@ def _rest(problem: SplitProblem, parts: Sequence[Part]) -> str:
 
 
 def _ms(seconds: float) -> str:
-    return f"{1e3 * seconds:.3g}"
+    return f"{1e3 * seconds:.2f}"
 
 
 __all__ = ["cut_reasons", "left_out"]

@@ -64,7 +64,7 @@ async def test_what_the_page_asks_for() -> None:
         status = (await client.get("/status", headers={"x-api-key": "secret"})).json
     assert status["ok"] and status["model"]["name"] == "fake-model" and status["notes"] == ["a note"]
     assert status["placements"] == [
-        {"device": "CPU", "what": "layers 0 to 3", "weights": 1000, "kv": 2000, "compute": 3000}
+        {"device": "CPU", "what": "layers 0 to 3", "weights": 1000, "kv": 2000, "compute": 3000, "threads": 0}
     ]
     assert status["about"] == {
         "model_digest": "00ff", "versions": {"hetero": "1"}, "devices": [{"name": "CPU"}],

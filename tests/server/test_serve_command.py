@@ -80,9 +80,13 @@ def test_it_answers_with_its_settings(server):
 def test_the_start_screen_says_what_runs_where(server):
     _, base, folder = server
     text = (folder / "out").read_text()
-    wanted = ["tiny  (llama, 135M parameters, Q4_1", "2,048 tokens of KV cache", "layers 0 to 29, 2 threads"]
+    wanted = [
+        "tiny  (llama, 135M parameters, Q4_1",
+        "2,048 tokens of KV cache",
+        "CPU (2 threads): layers 0 to 29",
+    ]
     wanted += [f"base URL: {base}/v1", f"curl {base}/v1/chat/completions -H 'Authorization: Bearer KEY'"]
-    wanted += ["requests are limited to the 2048 tokens of the KV cache; the model could 8192"]
+    wanted += ["requests are limited to the 2,048 tokens of the KV cache; the model could take 8,192"]
     assert [w for w in wanted if w not in text] == []
     assert "\x1b" not in text and "sesame" not in text
     phases = (folder / "err").read_text()
@@ -91,11 +95,10 @@ def test_the_start_screen_says_what_runs_where(server):
 
 def test_a_second_server_on_the_port_is_refused_at_once(server):
     _, base, _ = server
-    started = time.perf_counter()
     arguments = ["serve", "--port", base.rpartition(":")[2]]
     done = subprocess.run([*COMMAND, *arguments], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.returncode == 1 and "taken" in done.stderr
-    assert time.perf_counter() - started < 1.0
+    assert done.stderr.count("\n") == 1, "nothing was loaded before"
 
 
 @pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")

@@ -151,6 +151,27 @@ def test_a_taken_port():
         assert_one_line(hetero("serve", "--port", port), f"port {port}", "taken", "--port")
 
 
+def test_a_trace_that_cannot_be_written(tmp_path: Path):
+    result = hetero("serve", "--trace", str(tmp_path), "--port", free_port())
+    assert_one_line(result, "--trace", str(tmp_path))
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
+def test_an_output_that_cannot_be_written(tmp_path: Path):
+    command = [sys.executable, "-m", "cli", "serve", "--print-config"]
+    with Path("/dev/full").open("w") as full:
+        done = subprocess.run(command, cwd=ROOT, stdout=full, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert done.returncode == 1
+    assert done.stderr.startswith("hetero: the output cannot be written: ") and done.stderr.count("\n") == 1
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs a shell")
+def test_an_output_that_was_closed():
+    command = ["sh", "-c", f"exec {sys.executable} -m cli plan >&-"]
+    done = subprocess.run(command, cwd=ROOT, stderr=subprocess.PIPE, text=True, timeout=60)
+    assert (done.returncode, "Traceback" in done.stderr) == (0, False)
+
+
 def test_an_unknown_host():
     assert_one_line(hetero("serve", "--host", "no.such.host.invalid", "--port", free_port()), "--host")
 
@@ -217,7 +238,7 @@ def test_plan_knows_sliding_windows(gemma3_path: Path):
 
 def test_a_plan_that_does_not_fit_is_exit_code_1():
     code, out, err, _ = hetero("plan", "--kv-tokens", "1000000000")
-    assert code == 1 and "KV tokens" in out and "not enough memory" in err
+    assert code == 1 and "KV tokens  1,000,000,000\n" in out and "not enough memory" in err
 
 
 TWO = ("--device", "CPU:threads=1", "--device", "CPU:threads=1", "--no-calibrate")
@@ -264,8 +285,10 @@ START = screen.StartScreen(
     kv_tokens=65536,
     ram_tokens=131072,
     max_num_seqs=32,
-    threads=2,
-    placements=(screen.Placement("CPU", "layers 0 to 29", 92 << 20, 3 << 30, 30 << 20),),
+    placements=(
+        screen.Placement("CUDA0", "layers 0 to 28", 92 << 20, 3 << 30, 30 << 20),
+        screen.Placement("CPU", "layer 29", 92 << 20, 3 << 30, 30 << 20, threads=2),
+    ),
     url="http://127.0.0.1:8080",
     start_seconds=1.5,
     needs_key=False,
@@ -296,13 +319,13 @@ def test_start_screen_says_all(stream: io.StringIO, monkeypatch):
         "8,192",
     ]
     wanted += [
-        "CPU",
-        "2 threads",
+        "CPU (2 threads)",
         "http://127.0.0.1:8080/v1",
         "curl http://127.0.0.1:8080/v1/chat",
         "--api-key",
     ]
     assert [w for w in wanted if w not in text] == []
+    assert "CUDA0 (" not in text, "a card has no threads"
     assert ("\x1b" in text) == stream.isatty()
 
 

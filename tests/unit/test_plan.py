@@ -265,7 +265,7 @@ def test_memory_beyond_any_use_is_not_claimed() -> None:
     )
     plan = on_one(facts, 1 << 40, limits)
     assert plan.kv_tokens == 4 * 1024
-    assert any("4 requests of 1024 tokens" in reason for reason in plan.reasons)
+    assert any("4 requests of 1,024 tokens" in reason for reason in plan.reasons)
 
 
 def test_devices_without_our_kernels_have_formats_of_their_own():

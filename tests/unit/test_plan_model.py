@@ -239,7 +239,7 @@ def test_formats_of_each_device_and_what_they_would_hold(tmp_path: Path, capsys:
     command._show(fp8, FolderLimit("folder", 1 << 30))
     out = capsys.readouterr().out
     assert "disk cache folder:1.0 GiB: tokens " in out
-    assert "KV format  fp8 and q8_0" in out and "4096 as fp8" in out
+    assert "KV format  fp8 and q8_0" in out and "4,096 as fp8" in out
     assert "note       CUDA0: no kernels for an fp8 KV cache" in out
     table = json.loads(json.dumps(command.as_table(fp8)))
     assert table["stages"][1]["kv_types"] == {"keys": "q8_0", "values": "q8_0"}
