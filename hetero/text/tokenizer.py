@@ -9,6 +9,7 @@ import re
 import tempfile
 from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import llama_cpp.llama_cpp as llama
@@ -252,7 +253,9 @@ def _load_vocab(path: Path, called: Path | None = None) -> int:
     params.n_gpu_layers = 0
     params.use_extra_bufts = False
     _errors.clear()
-    model = llama.llama_model_load_from_file(os.fsencode(path), params)
+    # Not in the main thread: what it logs is heard in Python, and a Ctrl-C that came in there would be lost.
+    with ThreadPoolExecutor(1) as aside:
+        model = aside.submit(llama.llama_model_load_from_file, os.fsencode(path), params).result()
     if not model:
         reason = " ".join(_errors[0].split(": ", 1)[-1].split()) if _errors else "libllama gave no reason"
         raise ValueError(f"{called or path}: the vocabulary cannot be loaded: {reason}; {AGAIN}")

@@ -1,5 +1,7 @@
+import ctypes
 import itertools
 import random
+import signal
 import threading
 import time
 
@@ -28,6 +30,20 @@ TEXTS = [
     "<html><body><h1>x</h1></body></html>",
     "x" * 3000,
 ]
+
+
+def test_ctrl_c_while_a_vocabulary_is_read_is_not_lost(monkeypatch, smollm2_path):
+    """It may come while Python is called by libllama, where what is raised goes nowhere."""
+    load = llama_cpp.llama_cpp.llama_model_load_from_file
+    called_back = ctypes.CFUNCTYPE(None)(lambda: signal.raise_signal(signal.SIGINT))
+
+    def interrupted(*arguments):
+        called_back()
+        return load(*arguments)
+
+    monkeypatch.setattr(llama_cpp.llama_cpp, "llama_model_load_from_file", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        Tokenizer(smollm2_path)
 
 
 @pytest.fixture(scope="module", params=["smollm2_path", "gemma3_path"])
