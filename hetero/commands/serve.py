@@ -40,11 +40,12 @@ def serve(settings: Settings) -> int:
     """Serve until SIGTERM or Ctrl-C. Exit code 1, and one line, when that cannot begin."""
     from hetero.launch import load
     from hetero.prepare import LaunchError, prepare, require_fit
-    from hetero.server.request_id import AddRequestId
+    from hetero.server.request_id import AddRequestId, OneLine
 
     started = time.monotonic()
-    logging.basicConfig(level=settings.log_level.upper(), format="%(levelname)s %(name)s: %(message)s")
+    logging.basicConfig(level=settings.log_level.upper())
     for handler in logging.getLogger().handlers:
+        handler.setFormatter(OneLine("%(levelname)s %(name)s: %(message)s"))
         handler.addFilter(AddRequestId())
     if settings.log_level != "debug":  # a line for each request helps nobody
         logging.getLogger("aiohttp.access").setLevel(logging.WARNING)

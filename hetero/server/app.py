@@ -179,7 +179,7 @@ async def serve(
     finish within `settings.drain` seconds, or until a second signal, and then end with an error. Raises
     OSError when the address cannot be bound.
     """
-    runner = Runner(app)
+    runner = Runner(app, settings.write_timeout)
     await runner.setup()
     try:
         await web.TCPSite(runner, settings.host, settings.port, ssl_context=settings.tls).start()

@@ -50,6 +50,7 @@ class Active:
 
     def __init__(self, client_limit: int = 0) -> None:
         self.draining = False
+        self._ending = False
         self._client_limit = client_limit
         self._by_client: Counter[str] = Counter()
         self._requests = 0
@@ -82,12 +83,17 @@ class Active:
                 self._idle.set()
 
     def add(self, stream: RequestStream) -> None:
+        """After `abort_all` it is ended at once: its prompt was still being made then."""
         self._streams.add(stream)
+        if self._ending:
+            stream.abort()
 
     def discard(self, stream: RequestStream) -> None:
         self._streams.discard(stream)
 
     def abort_all(self) -> None:
+        """End all, and those that are added later."""
+        self._ending = True
         for stream in list(self._streams):
             stream.abort()
 

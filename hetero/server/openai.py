@@ -20,7 +20,8 @@ MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
 # Fields of other servers that would change the answer and are not supported, with the value that asks for
 # nothing. Anything else that is unknown is ignored, as clients send fields of their own.
 UNSUPPORTED: dict[str, Any] = {
-    "bad_words": [], "min_tokens": 0, "prompt_logprobs": None,
+    "bad_words": [], "min_tokens": 0, "prompt_logprobs": None, "include_stop_str_in_output": False,
+    "truncate_prompt_tokens": None,
     "allowed_token_ids": [], "use_beam_search": False, "typical_p": 1, "mirostat": 0, "dry_multiplier": 0,
     "xtc_probability": 0, "dynatemp_range": 0, "top_n_sigma": -1, "lora": [], "chat_template": "",
 }  # fmt: skip

@@ -17,13 +17,14 @@ from collections.abc import Callable, Sequence
 from aiohttp import web
 
 from hetero.request import OutputDelta
-from hetero.server.errors import bad_field, encode
+from hetero.server.errors import ApiError, bad_field, encode
 from hetero.server.settings import ServerSettings
 from hetero.server.sse import NDJSON, ClientGone, EventStream
 
 BLOCK_TOKENS = 16
 MAX_SECONDS = 7 * 24 * 3600.0
 NAME_BYTES = 8
+MAX_RECORDINGS = 8  # at a time: each names the blocks of every prompt
 IDLE_SECONDS = 5.0  # an empty line after so long finds out whether the client is still there
 
 Ended = Callable[[int, OutputDelta], None]  # choice, its last delta
@@ -79,6 +80,11 @@ class Recorder:
             seconds = 0.0
         if not 0 < seconds <= MAX_SECONDS:
             raise bad_field("seconds", "must be a number of seconds, as in /recording?seconds=60")
+        if len(self._recordings) >= MAX_RECORDINGS:
+            raise ApiError(
+                429, f"there are {MAX_RECORDINGS} recordings already", code="rate_limit_exceeded",
+                headers={"Retry-After": "60"},
+            )  # fmt: skip
         stream, recording = EventStream(request, self._settings, NDJSON), _Recording()
         self._recordings.add(recording)
         try:

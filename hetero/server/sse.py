@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Awaitable
 
 from aiohttp import web
 
@@ -50,19 +51,22 @@ class EventStream:
 
     async def write(self, text: str) -> None:
         """Raises ClientGone. Writing also finds out that the client is gone: keep-alives are for that too."""
-        if not text:
-            return
+        if text:
+            await self._watched(self.response.write(text.encode()))
+
+    async def end(self) -> None:
+        """Raises ClientGone: all that was written must be read first."""
+        await self._watched(self.response.write_eof())
+
+    async def _watched(self, writing: Awaitable[None]) -> None:
         self._writing_since = asyncio.get_running_loop().time()
         try:
-            await self.response.write(text.encode())
+            await writing
         except ConnectionError as error:
             raise ClientGone from error
         finally:
             self._writing_since = None
             self._wrote = asyncio.get_running_loop().time()
-
-    async def end(self) -> None:
-        await self.response.write_eof()
 
     def _watch_writes(self) -> None:
         """Hang up on a client that has not read for `write_timeout`: the pending write then fails."""

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gzip
 import json
+import socket
 import zlib
 from typing import Any
 
@@ -159,6 +161,36 @@ async def test_a_large_body_may_take_long() -> None:
         async with client.session.post(client.base + CHAT, data=slowly()) as response:
             assert response.status == 200, await response.text()
         assert asyncio.get_running_loop().time() - began > 0.9
+
+
+async def big_answer(client: Client, window: int) -> socket.socket:
+    """A connection that has asked for 6 MB of token ids, and reads nothing by itself."""
+    sock, loop = socket.socket(), asyncio.get_running_loop()
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, window)
+    sock.setblocking(False)
+    await loop.sock_connect(sock, (client.host, client.port))
+    body = json.dumps({"content": "x" * 1_500_000}).encode()
+    head = f"Host: localhost\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
+    await loop.sock_sendall(sock, f"POST /tokenize HTTP/1.1\r\n{head}".encode() + body)
+    return sock
+
+
+@pytest.mark.parametrize("reads", [True, False])
+async def test_a_client_that_does_not_read_its_answer_is_hung_up_on(reads: bool) -> None:
+    async with running(FakeEngine(), write_timeout=0.6) as client:
+        sock = await big_answer(client, 1 << 18 if reads else 4096)
+        loop, size = asyncio.get_running_loop(), 0
+        await asyncio.sleep(0 if reads else 2.0)
+        began = loop.time()
+        with contextlib.suppress(ConnectionError):
+            while piece := await loop.sock_recv(sock, 1 << 16 if reads else 1 << 20):
+                size += len(piece)
+                await asyncio.sleep(0.016 if reads else 0)
+        sock.close()
+        if reads:  # slowly, but all the time
+            assert size > 6_000_000 and loop.time() - began > 1.3
+        else:
+            assert size < 5_500_000, "the rest should not have been sent"
 
 
 async def test_headers_that_never_arrive(monkeypatch: pytest.MonkeyPatch) -> None:

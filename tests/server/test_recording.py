@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from hetero.bench.server_info import ServerError
 from hetero.bench.workload import Sizes
 from hetero.request import OutputDelta
 from hetero.server.app import RECORDER
+from hetero.server.recording import MAX_RECORDINGS
 
 from .client import running, until
 from .fake_engine import FakeEngine
@@ -55,6 +57,18 @@ async def test_an_answer_that_is_cut_at_its_indent_is_recorded(tmp_path: Path) -
         assert await task == 1
     line = json.loads((tmp_path / "a").read_text())
     assert reply.json["content"] == "    a\n" and line["output_tokens"] == reply.json["tokens_predicted"] == 7
+
+
+async def test_recordings_are_bounded() -> None:
+    async with running(FakeEngine()) as client, contextlib.AsyncExitStack() as held:
+        url = client.base + "/recording?seconds=60"
+        for _ in range(MAX_RECORDINGS):
+            await held.enter_async_context(client.session.get(url))
+        reply = await client.get("/recording?seconds=60")
+        assert reply.status == 429 and reply.error["code"] == "rate_limit_exceeded"
+        await held.aclose()
+        await until(lambda: not client.app[RECORDER]._recordings)
+        assert (await client.get("/recording?seconds=0.01")).status == 200
 
 
 async def test_prompts_of_a_million_tokens(tmp_path: Path) -> None:

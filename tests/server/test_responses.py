@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import tracemalloc
 from collections.abc import Iterator
 from typing import Any
 
@@ -248,6 +249,22 @@ def test_the_store_keeps_what_was_used_last_and_can_be_gone_on_from(
             fits = length <= limit  # all that it goes on from stays for its sake, or it is the first to go
             assert (store.get(client, name) is not None) == fits
         store.check_invariants()
+
+
+def test_what_is_stored_takes_no_more_than_its_json() -> None:
+    """Lists of nothing: as objects, 20 times their text."""
+    store = ResponseStore()
+    tracemalloc.start()
+    for number in range(2):
+        items = json.loads("[" + ",".join(['{"x":[' + ",".join(["[]"] * 1000) + "]}"] * 20) + "]")
+        store.add("a", {"id": f"r{number}", "output": []}, items, None)
+        del items
+    taken, _ = tracemalloc.get_traced_memory()
+    tracemalloc.stop()
+    store.check_invariants()
+    assert taken < 2 * 2 * 60_000
+    history = store.history("a", "r1")
+    assert history is not None and len(history) == 20 and history[0]["x"] == [[]] * 1000
 
 
 @pytest.fixture(scope="module")

@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import logging
 import re
 import ssl
+import sys
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +17,7 @@ from hetero.commands.serve import base_url, tls_context
 from hetero.config import SettingError, load
 from hetero.prepare import LaunchError
 from hetero.request import CLIENT
-from hetero.server.request_id import AddRequestId
+from hetero.server.request_id import AddRequestId, OneLine
 from hetero.server.security import host_name
 from hetero.settings import Settings
 
@@ -208,6 +210,19 @@ async def test_a_key_may_have_so_many_requests_at_a_time() -> None:
         assert (await ask("two")).status == 200
         assert [reply.status for reply in await asyncio.gather(*running_now)] == [200, 200]
         assert (await ask("one")).status == 200
+
+
+def test_a_line_of_the_log_stays_one_line() -> None:
+    formatter = OneLine("%(levelname)s %(name)s: %(message)s")
+    record = logging.LogRecord(
+        "n", logging.INFO, "", 0, "asked %s", ("a\nERROR n: b\x1b[31m\x9bé\u2028",), None
+    )
+    assert formatter.format(record) == r"INFO n: asked a\x0aERROR n: b\x1b[31m\x9bé\x2028"
+    try:
+        raise ValueError("why")
+    except ValueError:
+        record.exc_info = sys.exc_info()
+    assert formatter.format(record).count("\n") > 2, "a traceback keeps its lines"
 
 
 async def test_request_ids() -> None:

@@ -6,7 +6,11 @@ import asyncio
 import json
 from typing import Any
 
+import aiohttp
 import pytest
+from aiohttp import web
+
+from hetero.server.app import ACTIVE
 
 from .client import Client, running, until
 from .fake_engine import FakeEngine
@@ -92,6 +96,36 @@ async def test_a_client_that_stops_reading_is_dropped() -> None:
         await until(lambda: engine.running)
         await until(lambda: not engine.running, 15.0)
         writer.transport.abort()
+
+
+async def test_a_client_that_does_not_read_the_end_is_dropped(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its connection is full just when the last piece is written: its place is given back."""
+
+    async def stuck(self: web.StreamResponse, data: bytes = b"") -> None:
+        await asyncio.sleep(3600)
+
+    monkeypatch.setattr(web.StreamResponse, "write_eof", stuck)
+    async with running(FakeEngine(), write_timeout=0.2) as client:
+        with pytest.raises(aiohttp.ClientError):
+            await client.chat(stream=True)
+        await until(lambda: not client.app[ACTIVE]._requests)
+
+
+async def test_a_drain_ends_what_had_not_yet_begun() -> None:
+    class SlowPrompts(FakeEngine):
+        async def chat(self, messages: Any, **options: Any) -> Any:
+            await asyncio.sleep(0.3)
+            return await super().chat(messages, **options)
+
+    engine = SlowPrompts()
+    engine.token_seconds = 0.01
+    async with running(engine, drain=0.0) as client:
+        begun = asyncio.create_task(client.chat(ignore_eos=True))
+        await until(lambda: client.app[ACTIVE]._requests)
+        client.stop.set()
+        reply = await begun
+        assert reply.status == 503 and reply.error["code"] == "aborted"
+        client.app[ACTIVE].check_invariants()
 
 
 async def test_draining_lets_running_requests_finish() -> None:

@@ -109,26 +109,27 @@ class Responses:
     async def _get(self, request: web.Request) -> web.Response:
         if request.query.get("stream") == "true":
             raise bad_field("stream", "a stored response is only given in one piece")
-        return json_response(self._stored(request).response)
+        response, _ = self._stored(request)
+        return json_response(response)
 
     async def _delete(self, request: web.Request) -> web.Response:
-        response_id = self._stored(request).response["id"]
+        response_id = self._stored(request)[0]["id"]
         self._store.remove(CLIENT.get(), response_id)
         return json_response({"id": response_id, "object": "response.deleted", "deleted": True})
 
     async def _input_items(self, request: web.Request) -> web.Response:
-        stored = self._stored(request)
-        prefix = stored.response["id"].replace("resp_", "item_")
-        data = [{"type": "message", "id": f"{prefix}_{i}", **item} for i, item in enumerate(stored.items)]
+        response, items = self._stored(request)
+        prefix = response["id"].replace("resp_", "item_")
+        data = [{"type": "message", "id": f"{prefix}_{i}", **item} for i, item in enumerate(items)]
         data.reverse()  # the API's default order: the newest first
         ends = {"first_id": data[0]["id"], "last_id": data[-1]["id"]} if data else {}
         return json_response({"object": "list", "data": data, **ends, "has_more": False})
 
-    def _stored(self, request: web.Request) -> Any:
+    def _stored(self, request: web.Request) -> tuple[dict[str, Any], list[Item]]:
         stored = self._store.get(CLIENT.get(), request.match_info["id"])
         if stored is None:
             raise ApiError(404, "no response of this id is stored here", param="id", code="not_found")
-        return stored
+        return stored.read()
 
 
 def _refuse(fields: Fields) -> None:

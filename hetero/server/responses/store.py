@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from collections import OrderedDict
 from dataclasses import dataclass
 from typing import Any
@@ -14,13 +15,20 @@ Item = dict[str, Any]
 
 @dataclass(slots=True)
 class Stored:
-    """`items` are what the client sent with this request; what it got is response["output"]."""
+    """As JSON, of which the size is known: as objects, `[[],[],…]` would take twenty times as much."""
 
     client: str
-    response: dict[str, Any]
-    items: list[Item]
+    json: bytes  # of [response, items]
     previous: str | None
-    size: int
+
+    def read(self) -> tuple[dict[str, Any], list[Item]]:
+        """(the response, what the client sent with the request). What it got is response["output"]."""
+        response, items = json.loads(self.json)
+        return response, items
+
+    @property
+    def size(self) -> int:
+        return len(self.json)
 
 
 class ResponseStore:
@@ -40,9 +48,9 @@ class ResponseStore:
 
     def add(self, client: str, response: dict[str, Any], items: list[Item], previous: str | None) -> None:
         """Keep a response; older ones leave for it. It is not kept if its conversation is too large."""
-        size = len(encode([response, items]).encode())
-        self._entries[response["id"]] = Stored(client, response, items, previous, size)
-        self._size += size
+        stored = Stored(client, encode([response, items]).encode(), previous)
+        self._entries[response["id"]] = stored
+        self._size += stored.size
         self._use(response["id"])
         while self._size > self._max_bytes:
             self._forget(next(iter(self._entries)))
@@ -62,7 +70,8 @@ class ResponseStore:
             chain.append(stored)
             name = stored.previous
         self._use(response_id)
-        return [item for stored in reversed(chain) for item in (*stored.items, *stored.response["output"])]
+        read = (stored.read() for stored in reversed(chain))
+        return [item for response, items in read for item in (*items, *response["output"])]
 
     def remove(self, client: str, response_id: str) -> bool:
         """Whether it was there. What went on from it can be read, but not gone on from."""
