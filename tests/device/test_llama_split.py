@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 
-import pytest
 from llama_models import FAMILIES
-from rpc_tools import RpcServer, has_rpc
 from tiny_models import libllama_logits
 
 from hetero import launch
@@ -16,15 +13,6 @@ from hetero.prepare import prepare
 from hetero.request import OutputDelta, Request
 from hetero.sampling.params import SamplingParams
 from hetero.settings import Settings
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    if not has_rpc():
-        pytest.skip("this ggml was built without RPC")
-    server = RpcServer()
-    yield server.endpoint
-    server.kill()
 
 
 def test_layers_on_two_devices(address: str, tmp_path: Path) -> None:

@@ -2,25 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import pytest
-from rpc_tools import RpcServer, has_rpc
 
 from backends.base import DeviceSpec
 from backends.ggml import capabilities
 from backends.ggml.devices import DeviceError, list_devices, open_device
 from hetero.plan.devices import choose
 from quant.types import TYPE_IDS
-
-
-@pytest.fixture(scope="module")
-def address() -> Iterator[str]:
-    if not has_rpc():
-        pytest.skip("this ggml was built without RPC")
-    server = RpcServer()
-    yield server.endpoint
-    server.kill()
 
 
 def test_its_devices_are_listed_and_opened(address: str) -> None:

@@ -7,20 +7,13 @@ import re
 from pathlib import Path
 
 import pytest
-from engine.answers import BASE, answers, make_prompts
+from engine.answers import BASE, Case, answers, make_prompts
 from scale import scaled
 
 from hetero.plan import devices
 from hetero.settings import Settings
 
 PROMPTS, LONGEST = scaled(32, 64), 400
-
-
-@dataclasses.dataclass
-class Case:
-    path: Path
-    prompts: list[list[int]]
-    alone: list[list[int]]
 
 
 @pytest.fixture(scope="module")

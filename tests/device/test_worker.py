@@ -10,7 +10,6 @@ import stat
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
@@ -33,12 +32,6 @@ NOTICE_SECONDS = 5.0
 SLACK_SECONDS = 3.0  # of a machine that has more to do than this test
 BACK_SECONDS = 30.0
 IDS = [int(i) for i in np.random.default_rng(3).integers(3, 300, 60)]
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningWorker]:
-    with running_worker(tmp_path_factory.mktemp("worker")) as it:
-        yield it
 
 
 @pytest.fixture(scope="module")

@@ -13,7 +13,7 @@ import psutil
 import pytest
 from frames import BAD_FRAMES, frame, head, ping
 from tiny_models import tiny_model
-from worker_tools import BLOCKS, SECRET, Load, Model, RunningWorker, running_worker
+from worker_tools import BLOCKS, SECRET, Load, Model, RunningWorker
 
 from backends.base import DeviceSpec
 from hetero.pipeline import handshake
@@ -26,12 +26,6 @@ from hetero.worker.server import MAX_HANDSHAKES
 
 MEMORY_GROWTH = 50 << 20
 IDS = list(range(10, 26))
-
-
-@pytest.fixture(scope="module")
-def worker(tmp_path_factory: pytest.TempPathFactory) -> Iterator[RunningWorker]:
-    with running_worker(tmp_path_factory.mktemp("worker")) as it:
-        yield it
 
 
 @pytest.fixture(scope="module")

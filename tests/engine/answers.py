@@ -19,6 +19,15 @@ BASE = Settings(ctx=2048, kv_tokens=16384)
 SOURCES = ("LICENSE", "README.md", "hetero/engine.py", "hetero/config.py", "backends/ggml/lib.py")
 
 
+@dataclasses.dataclass
+class Case:
+    """A model, its prompts, and what it answers to each of them alone, from an empty cache."""
+
+    path: Path
+    prompts: list[list[int]]
+    alone: list[list[int]]
+
+
 def answers(
     path: Path,
     settings: Settings,

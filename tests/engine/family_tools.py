@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 import pytest
+from distance import relative
 from driver import Driver
 from tiny_models import libllama_logits
 
@@ -74,10 +75,6 @@ def check_logits(model: Model, way: str, monkeypatch: pytest.MonkeyPatch, undeci
     for (got, want), keep in zip(pairs, kept, strict=True):
         if keep.any():
             assert_same(got[keep], want[keep], bound)
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def _row_errors(got: np.ndarray, want: np.ndarray) -> np.ndarray:

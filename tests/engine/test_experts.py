@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from distance import relative
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import Driver
@@ -35,10 +36,6 @@ SHAPE = {"n_embd": 256, "n_ff": 512, "n_heads": 8, "n_kv_heads": 4, "head_dim": 
 ALL, NOBODY = 5, 2  # experts that every token chooses, or none
 
 ours_only = pytest.mark.skipif(not matmul.supported(8, 32, 32), reason="no kernels for this CPU")
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def typical(got: np.ndarray, want: np.ndarray) -> float:

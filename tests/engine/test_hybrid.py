@@ -9,11 +9,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from distance import relative
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import Driver
 from engine import answers as served
-from engine.answers import BASE, _run, answers
+from engine.answers import BASE, Case, _run, answers
 from gguf_tools import Raw, rewrite
 from tiny_hybrid import tiny_hybrid
 from tiny_models import libllama_logits
@@ -42,10 +43,6 @@ class PlainStage(GgmlStage):
 
     def _kind(self) -> type[DeviceLayers]:
         return DeviceLayers
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def token_ids(count: int, seed: int = 0) -> list[int]:
@@ -174,13 +171,6 @@ def test_states_left_in_the_middle(tmp_path, kind):
     (got,) = driver.step([(b, 1, ids[1:])], states=([14], []))
     assert relative(got, want[1:]) <= PLAIN_BOUND
     driver.close()
-
-
-@dataclasses.dataclass
-class Case:
-    path: Path
-    prompts: list[list[int]]
-    alone: list[list[int]]
 
 
 SETTINGS = dataclasses.replace(BASE, ctx=400, kv_tokens=32768, spec="off", threads=1)

@@ -3,20 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 
 import pytest
-from engine.answers import BASE, OUTPUT_TOKENS, answers, make_prompts
+from engine.answers import BASE, OUTPUT_TOKENS, Case, answers, make_prompts
 from scale import scaled
-
-
-@dataclasses.dataclass
-class Case:
-    """A model, its prompts, and what it answers to each of them alone, from an empty cache."""
-
-    path: Path
-    prompts: list[list[int]]
-    alone: list[list[int]]
 
 
 @pytest.fixture(scope="module", params=["smollm2", "gemma3"])

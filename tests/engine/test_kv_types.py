@@ -9,6 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from attention_tools import decoded, encoded
+from distance import relative
 from engine.answers import BASE, answers, make_prompts
 from engine.driver import BLOCK, Driver
 from engine.reference import Rounded, forward
@@ -52,10 +53,6 @@ def through(kv_type: str) -> Rounded:
         return decoded(kv_type, *encoded(kv_type, rows)).reshape(x.shape).astype(np.float64)
 
     return kept
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @pytest.fixture(scope="module")

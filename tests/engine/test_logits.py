@@ -8,6 +8,7 @@ from pathlib import Path
 import gguf as gguf_package
 import numpy as np
 import pytest
+from distance import relative
 from gguf.quants import dequantize
 
 from backends.cpu.matmul.choice import kernel_for
@@ -53,10 +54,6 @@ def tiny(request, tmp_path_factory):
     ids = [int(i) for i in np.random.default_rng(request.param).integers(3, 300, 120)]
     yield path, driver, ids
     driver.close()
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def test_the_reference_is_libllama(tiny):

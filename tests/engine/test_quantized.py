@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from distance import relative
 
 sys.path.insert(0, str(Path(__file__).parent))
 from driver import Driver
@@ -38,10 +39,6 @@ class Decoded:
         return (
             dequantize(t.type, self._file.tensor_data(name), t.shape[::-1]).astype(np.float32).view(np.uint8)
         )
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 @pytest.mark.parametrize("type_name", ["Q5_K_M", "Q6_K"])

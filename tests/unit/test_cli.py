@@ -15,6 +15,7 @@ from pathlib import Path
 import click
 import pytest
 from click.testing import CliRunner
+from ports import free_port
 
 import cli
 from hetero import screen
@@ -116,30 +117,24 @@ def test_print_config_names_sources_and_hides_secrets():
     assert set(SPECS) <= set(lines)
 
 
-def free_port() -> str:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return str(sock.getsockname()[1])
-
-
 def test_a_wrong_model_path():
-    assert_one_line(hetero("serve", "no/such/model.gguf", "--port", free_port()), "no/such/model.gguf")
+    assert_one_line(hetero("serve", "no/such/model.gguf", "--port", str(free_port())), "no/such/model.gguf")
 
 
 def test_a_file_that_is_no_gguf(tmp_path: Path):
     (tmp_path / "notes.gguf").write_text("hello")
-    result = hetero("serve", str(tmp_path / "notes.gguf"), "--port", free_port())
+    result = hetero("serve", str(tmp_path / "notes.gguf"), "--port", str(free_port()))
     assert_one_line(result, "notes.gguf", "not a GGUF file")
 
 
 def test_a_damaged_gguf(tmp_path: Path, smollm2_path: Path):
     (tmp_path / "cut.gguf").write_bytes(smollm2_path.read_bytes()[:100_000])
-    assert_one_line(hetero("serve", str(tmp_path / "cut.gguf"), "--port", free_port()), "cut.gguf")
+    assert_one_line(hetero("serve", str(tmp_path / "cut.gguf"), "--port", str(free_port())), "cut.gguf")
 
 
 def test_an_unsupported_family(tmp_path: Path):
     model = gguf_of_family(tmp_path / "m.gguf", "bert")
-    result = hetero("serve", str(model), "--port", free_port())
+    result = hetero("serve", str(model), "--port", str(free_port()))
     assert_one_line(result, "'bert'", "generates no text", "take a model that does")
 
 
@@ -173,21 +168,21 @@ def test_an_output_that_was_closed():
 
 
 def test_an_unknown_host():
-    assert_one_line(hetero("serve", "--host", "no.such.host.invalid", "--port", free_port()), "--host")
+    assert_one_line(hetero("serve", "--host", "no.such.host.invalid", "--port", str(free_port())), "--host")
 
 
 def test_not_enough_memory():
-    result = hetero("serve", "--kv-tokens", "1000000000", "--port", free_port())
+    result = hetero("serve", "--kv-tokens", "1000000000", "--port", str(free_port()))
     assert_one_line(result, "not enough memory", "bytes more", "--kv-tokens")
 
 
 def test_an_unknown_device():
-    assert_one_line(hetero("serve", "--device", "CUDA9", "--port", free_port()), "CUDA9", "CPU")
+    assert_one_line(hetero("serve", "--device", "CUDA9", "--port", str(free_port())), "CUDA9", "CPU")
 
 
 def test_an_empty_key_file_does_not_open_the_server(tmp_path: Path):
     (tmp_path / "keys").write_text("\n \n")
-    result = hetero("serve", "--api-key-file", str(tmp_path / "keys"), "--port", free_port())
+    result = hetero("serve", "--api-key-file", str(tmp_path / "keys"), "--port", str(free_port()))
     assert_one_line(result, "--api-key-file", "no key")
 
 
@@ -198,7 +193,7 @@ def test_keys_come_from_both_places(tmp_path: Path):
 
 
 def test_the_port_is_held_from_before_loading():
-    port = int(free_port())
+    port = int(str(free_port()))
     held = serve.bind("127.0.0.1", port)
     try:
         assert [s.getsockname() for s in held] == [("127.0.0.1", port)]

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from distance import relative
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "engine"))
 from driver import Driver
@@ -160,10 +161,6 @@ def whole(units: np.ndarray) -> np.ndarray:
     """[heads, dim, dim] of the pool's [heads, units, dim, 16]."""
     heads, count, dim, lanes = units.shape
     return units.transpose(0, 1, 3, 2).reshape(heads, count * lanes, dim).astype(np.float64)
-
-
-def relative(got: np.ndarray, want: np.ndarray) -> float:
-    return float(np.linalg.norm(got - want) / np.linalg.norm(want))
 
 
 def test_a_row_that_is_no_number_stays_in_its_sequence(tmp_path):

@@ -285,3 +285,22 @@ def test_what_moves_and_prompts_cost_is_what_the_slowest_stage_took() -> None:
     costs = engine.scheduler.kv.host.costs
     assert costs.token_seconds == pytest.approx(2.0 / 64, rel=0.01)
     assert costs.byte_seconds == pytest.approx(0.5 / 400, rel=0.01)
+
+
+@pytest.mark.parametrize("other", ["greedy", "logprobs", "grammar", "sampled", "absent"])
+def test_all_logits_are_asked_for_where_any_request_needs_them(other: str) -> None:
+    asked = []
+
+    class Noting(FakeRunner):
+        def submit(self, batch, /) -> None:
+            asked.append(batch.only_argmax)
+            super().submit(batch)
+
+    engine = make_engine(Noting())
+    Client(engine, "hello", "first", temperature=0.0, max_tokens=4)
+    if other != "absent":
+        params = {"temperature": float(other == "sampled"), "logprobs": 0 if other == "logprobs" else None}
+        grammar = Spelling("abcd") if other == "grammar" else None
+        Client(engine, "world", "second", grammar, max_tokens=4, **params)
+    finish(engine)
+    assert asked == [other in ("greedy", "absent")] * 4

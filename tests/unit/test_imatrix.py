@@ -13,6 +13,7 @@ import numpy as np
 import pytest
 from click.testing import CliRunner, Result
 from gguf.quants import dequantize
+from one_line import assert_one_line
 from reference_experts import route
 from tiny_experts import Sizes, tiny_experts
 from tiny_models import tiny_model
@@ -199,12 +200,6 @@ def test_the_quantizer_takes_it(tmp_path: Path, text: Path):
             n for n in plain.tensors if not np.array_equal(plain.tensor_data(n), weighted.tensor_data(n))
         ]
     assert {n for n in plain.tensors if n.startswith("blk.") and "norm" not in n} <= set(different)
-
-
-def assert_one_line(result: Result, *words: str) -> None:
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("hetero: ") and result.stderr.count("\n") == 1, result.stderr
-    assert [w for w in words if w not in result.stderr] == []
 
 
 def test_what_goes_wrong_is_one_line(tmp_path: Path, text: Path):

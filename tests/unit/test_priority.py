@@ -9,6 +9,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 from simulation import simulate
 
 from hetero import queues
+from hetero.admission import MAX_PREEMPTIONS
 from hetero.batch import Step
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
@@ -138,6 +139,22 @@ def test_blocks_are_taken_from_the_least_important() -> None:
     world.run()
     assert old.num_preemptions and not new.num_preemptions
     assert world.ended["new"] < world.ended["old"]
+
+
+def test_who_gives_way_does_not_count_in_the_worst_case() -> None:
+    """What is needed beside it to go to its end in any case: only by those that it may not displace."""
+    waited = []
+    for priority in (0, 1):
+        world = World(tokens=10 * SIZE)
+        world.add(request("bulk", 3 * SIZE, 6 * SIZE, priority=1))
+        world.step()
+        often = request("often", 2 * SIZE, 2 * SIZE, priority)
+        often.num_preemptions = MAX_PREEMPTIONS
+        world.add(often)
+        world.run()
+        waited.append(world.waited["often"])
+        assert often.num_preemptions == MAX_PREEMPTIONS
+    assert waited[0] == 1 and waited[1] > 20
 
 
 def test_one_priority_changes_nothing() -> None:

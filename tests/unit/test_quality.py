@@ -13,6 +13,7 @@ import pytest
 import tiny_models
 from click.testing import CliRunner, Result
 from gguf_tools import Raw
+from one_line import assert_one_line
 from quality_tools import compared
 from tiny_models import libllama_logits, tiny_model
 
@@ -35,12 +36,6 @@ def report(*arguments: object) -> dict[str, Any]:
     result = run(*arguments, "--json")
     assert result.exit_code == 0, result.stderr
     return json.loads(result.stdout)
-
-
-def assert_one_line(result: Result, *words: str) -> None:
-    assert (result.exit_code, result.stdout) == (1, "")
-    assert result.stderr.startswith("hetero: ") and result.stderr.count("\n") == 1, result.stderr
-    assert [w for w in words if w not in result.stderr] == []
 
 
 @pytest.fixture(scope="module")

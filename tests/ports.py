@@ -1,0 +1,12 @@
+"""Ports for servers."""
+
+from __future__ import annotations
+
+import socket
+
+
+def free_port() -> int:
+    """One that nobody listens at just now."""
+    with socket.socket() as sock:
+        sock.bind(("127.0.0.1", 0))
+        return sock.getsockname()[1]
