@@ -13,7 +13,7 @@ CLIENTS_STAMP := .venv-clients/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test test-clients lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-uneven install clean
+.PHONY: serve test test-clients lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-tracing bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -87,6 +87,10 @@ bench-speculation: $(STAMP) $(BENCH_STAMP)
 # Two devices of one thread: pipelined, in turns, and llama-server's way.
 bench-pipeline: $(STAMP) $(BENCH_STAMP)
 	$(BIN)/python tests/bench/pipeline.py --llama-venv .venv-bench $(ARGS)
+
+# What --trace costs: tokens per second and CPU time, traced and not, in turn.
+bench-tracing: $(STAMP)
+	$(BIN)/python tests/bench/tracing.py $(ARGS)
 
 # Every cut over two unequal devices, and the one that was planned.
 bench-uneven: $(STAMP)

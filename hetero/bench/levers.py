@@ -17,19 +17,20 @@ class LeverError(ValueError):
     """A lever that there is not: one line."""
 
 
-def default_levers(settings: Settings, cores: int, devices: int, with_kv: bool) -> list[Lever]:
+def default_levers(settings: Settings, threads: int, devices: int, with_kv: bool) -> list[Lever]:
     """The levers and their values: around the settings as they are.
 
-    `with_kv`: also formats of the KV cache, which change answers a little. Levers of several devices only
-    where there are several.
+    `threads` compute by the setting of this name, 0: it decides nothing. `with_kv`: also formats of the KV
+    cache, which change answers a little. Levers of several devices only where there are several.
     """
     chunk, seqs = settings.max_num_batched_tokens, settings.max_num_seqs
     found = [
         Lever("max_num_batched_tokens", _numbers(chunk, (128, 256, 512, 1024, 2048))),
         Lever("max_num_seqs", _numbers(seqs, (4, 8, 16, 32, 64))),
         Lever("spec", tuple(v for v in ("off", "ngram", "store") if v != settings.spec)),
-        Lever("threads", _numbers(settings.threads or cores, {cores, max(1, cores - 1), max(1, cores // 2)})),
     ]
+    if threads:
+        found.append(Lever("threads", _numbers(threads, {max(1, threads - 1), max(1, threads // 2)})))
     if with_kv:
         kinds = ("f16", "q8_0", "fp8", "k=q8_0,v=fp8")
         found.append(Lever("kv_type", tuple(k for k in kinds if parse_kv_types(k) != settings.kv_type)))

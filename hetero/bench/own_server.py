@@ -47,7 +47,7 @@ def serving(settings: Mapping[str, Any], log: Path) -> Iterator[str]:
 
     Ctrl-C reaches the server, too: it is in the same group, and stops.
     """
-    port = _free_port()
+    port = free_port()
     command = [*own_command(), "serve", *flags(settings), "--port", str(port), "--log-level", "warning"]
     with log.open("wb") as output:
         process = subprocess.Popen(
@@ -71,7 +71,7 @@ def serving(settings: Mapping[str, Any], log: Path) -> Iterator[str]:
 
 def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
     deadline = time.monotonic() + START_SECONDS
-    while not _healthy(url):
+    while not is_healthy(url):
         if process.poll() is not None:
             lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines()
             raise StartError(lines[-1].removeprefix("hetero: ") if lines else "no output")
@@ -80,7 +80,8 @@ def _wait(process: subprocess.Popen[bytes], url: str, log: Path) -> None:
         time.sleep(_POLL_SECONDS)
 
 
-def _healthy(url: str) -> bool:
+def is_healthy(url: str) -> bool:
+    """Whether the server there answers, and can serve."""
     try:
         with urllib.request.urlopen(f"{url}/health", timeout=2) as answer:
             return answer.status == 200
@@ -88,7 +89,8 @@ def _healthy(url: str) -> bool:
         return False
 
 
-def _free_port() -> int:
+def free_port() -> int:
+    """A port of this machine that nobody has at the moment."""
     with socket.socket() as sock:
         sock.bind(("127.0.0.1", 0))
         return sock.getsockname()[1]
@@ -108,4 +110,4 @@ def measure_kl(model: str, settings: Mapping[str, Any], kv_type: str, tokens: in
         raise StartError((done.stderr.strip().splitlines() or ["no output"])[-1]) from None
 
 
-__all__ = ["KEY", "StartError", "flags", "measure_kl", "serving"]
+__all__ = ["KEY", "StartError", "flags", "free_port", "is_healthy", "measure_kl", "serving"]

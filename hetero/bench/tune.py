@@ -110,17 +110,17 @@ class Tuning:
 
         TuneError where the settings as they are cannot be measured.
         """
-        deadline, longest = time.monotonic() + seconds, 0.0
+        deadline, last = time.monotonic() + seconds, 0.0
         search = self.known()
         for choice in search.steps():
             began = time.monotonic()
-            if began + (1 + 2 * CONFIRMATIONS) * longest >= deadline and () in search.scores:
+            if began + (1 + 2 * CONFIRMATIONS) * last >= deadline and () in search.scores:
                 break
             outcome = self.trial(choice, SEARCH_SEED, show)
             if not choice and outcome.rejected:
                 raise TuneError(f"the settings as they are: {outcome.rejected}")
             search.tell(choice, score_of(outcome))
-            longest = max(longest, time.monotonic() - began)
+            last = time.monotonic() - began  # the first takes longer where kernels had to be compiled
         return search
 
     def known(self) -> Search:

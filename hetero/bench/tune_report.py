@@ -33,7 +33,7 @@ def markdown(traffic: Traffic, outcomes: Sequence[Outcome], confirmation: Confir
     if rejected:
         lines += ["", "Rejected:", ""]
         lines += [f"- {describe(o.choice)}: {o.rejected}" for o in rejected]
-    lines += ["", *_verdict(confirmation, unit), ""]
+    lines += ["", *_verdict(len(searched), confirmation, unit), ""]
     return "\n".join(lines)
 
 
@@ -43,8 +43,10 @@ def _remark(outcome: Outcome, best: Container[Choice]) -> str:
     return "Pareto" if outcome.choice in best else ""
 
 
-def _verdict(confirmation: Confirmation | None, unit: str) -> list[str]:
+def _verdict(trials: int, confirmation: Confirmation | None, unit: str) -> list[str]:
     if confirmation is None:
+        if trials == 1:
+            return ["There was no time for other settings and a confirmation; --minutes gives more."]
         return ["No other settings could be measured."]
     pairs = ", ".join(f"{one:.2f} against {base:.2f}" for one, base in confirmation.pairs)
     lines = [f"Best: **{describe(confirmation.choice)}**. On other such traffic, in turn: {pairs} {unit}."]

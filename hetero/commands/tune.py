@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from hetero.bench.levers import LeverError, default_levers, parse_lever
 from hetero.bench.load import Load
@@ -18,6 +18,9 @@ from hetero.commands.bench import UsageError, limits_of, progress, sizes_of
 from hetero.commands.inspect import fail
 from hetero.files import write_whole
 from hetero.settings import Settings
+
+if TYPE_CHECKING:
+    from hetero.prepare import Prepared
 
 CLIENTS = 8
 SESSIONS_A_SECOND = 40  # more than are begun in a trial's time
@@ -57,7 +60,7 @@ def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
         with progress() as show:
             prepared = prepare(settings, lambda what, done: show(what, round(100 * done), 100))
             levers = [parse_lever(text) for text in options.lever] or default_levers(
-                settings, prepared.choice.threads, len(prepared.plan.stages), options.max_kl is not None
+                settings, _threads(prepared), len(prepared.plan.stages), options.max_kl is not None
             )
             model = str(prepared.model.path)
             tuning = Tuning(given, model, levers, traffic, options.max_kl, options.folder)
@@ -80,6 +83,12 @@ def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
         return fail(TuneError(f"stopped; the same command goes on with {options.folder}"))
     print(markdown(traffic, tuning.outcomes, confirmation))
     return 0
+
+
+def _threads(prepared: Prepared) -> int:
+    """How many threads compute where the setting `threads` says so; 0 where it does not: no CPU, or its own."""
+    used = [prepared.choices[stage.index] for stage in prepared.plan.stages]
+    return max((c.threads for c in used if "threads=" not in c.label), default=0)
 
 
 def _traffic(options: Options) -> Traffic:

@@ -12,9 +12,9 @@ engine's clock, in seconds.
 from __future__ import annotations
 
 import logging
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -25,6 +25,7 @@ from hetero.request import FinishReason, Request
 log = logging.getLogger(__name__)
 
 MAX_WAITING = 100_000  # events; further steps are dropped, which is told: a trace never holds up the engine
+LOOK_SECONDS = 0.05  # between looks for events: being woken by each costs as much again
 KEEP_SECONDS = 30.0  # for which a finished request waits for its answer to be sent
 
 
@@ -99,7 +100,8 @@ class Tracer:
         self.clock = clock
         self.num_dropped = 0
         self._sinks = list(sinks)
-        self._events: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+        self._events: deque[tuple[Any, ...]] = deque()
+        self._closing = threading.Event()
         self._timelines: dict[str, Timeline] = {}
         self._unsent: dict[str, float] = {}  # finished, and when
         self._thread = threading.Thread(target=self._run, name="trace", daemon=True)
@@ -112,7 +114,7 @@ class Tracer:
 
     def step(self, done: StepDone) -> None:
         """Dropped where too much waits; of a request nothing is, since what began has to end."""
-        if self._events.qsize() >= MAX_WAITING:
+        if len(self._events) >= MAX_WAITING:
             self.num_dropped += 1
             return
         self._put(("step", done))
@@ -126,25 +128,30 @@ class Tracer:
 
     def close(self) -> None:
         """Write what is left, and end the thread."""
-        self._events.put(None)
+        self._closing.set()
         self._thread.join()
 
     def _put(self, event: tuple[Any, ...]) -> None:
-        self._events.put(event)
+        self._events.append(event)
 
     # -- the thread --------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        while (event := self._events.get()) is not None:
-            try:
-                self._take(event)
-            except Exception:
-                log.exception("an event of the trace was lost")
+        while not self._closing.wait(LOOK_SECONDS):
+            self._take_all()
+        self._take_all()
         for timeline in list(self._timelines.values()):
             self._tell_request(timeline)
         if self.num_dropped:
             log.warning("%d steps of the trace were dropped: the disk could not keep up", self.num_dropped)
         self._tell(lambda sink: sink.close())
+
+    def _take_all(self) -> None:
+        while self._events:
+            try:
+                self._take(self._events.popleft())
+            except Exception:
+                log.exception("an event of the trace was lost")
 
     def _tell_request(self, timeline: Timeline) -> None:
         self._tell(lambda sink: sink.request(timeline))

@@ -10,11 +10,12 @@ import socket
 import subprocess
 import sys
 import time
-import urllib.error
 import urllib.request
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
+
+from hetero.bench.own_server import free_port, is_healthy
 
 SLOTS = 16
 SLOT_TOKENS = 2304  # the longest job with room to spare
@@ -60,12 +61,6 @@ def llama_binary(venv: Path) -> tuple[Path, str]:
     return Path(path), version
 
 
-def free_port() -> int:
-    with socket.socket() as sock:
-        sock.bind(("127.0.0.1", 0))
-        return sock.getsockname()[1]
-
-
 @contextlib.contextmanager
 def running(name: str, command: list[str], port: int, log: Path, version: str) -> Iterator[Server]:
     """Start a server, wait until it is healthy, stop it at the end."""
@@ -74,7 +69,7 @@ def running(name: str, command: list[str], port: int, log: Path, version: str) -
     with log.open("wb") as output:
         process = subprocess.Popen(command, stdout=output, stderr=subprocess.STDOUT)
         try:
-            while not _healthy(base):
+            while not is_healthy(base):
                 if process.poll() is not None or time.perf_counter() - started > START_LIMIT_S:
                     tail = log.read_text(errors="replace").splitlines()[-5:]
                     raise SystemExit(f"{name} did not start:\n" + "\n".join(tail))
@@ -87,14 +82,6 @@ def running(name: str, command: list[str], port: int, log: Path, version: str) -
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
-
-
-def _healthy(base: str) -> bool:
-    try:
-        with urllib.request.urlopen(f"{base}/health", timeout=2) as answer:
-            return answer.status == 200
-    except (urllib.error.URLError, OSError):
-        return False
 
 
 @contextlib.contextmanager

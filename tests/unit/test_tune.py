@@ -232,6 +232,9 @@ def test_the_time_is_kept_with_the_confirmation_in_it(monkeypatch: pytest.Monkey
     assert len(tuning.outcomes) == 3 and search.contender is not None
     tuning.confirm(search.contender, quiet)
     assert now[0] == 30 + 2 * tune.CONFIRMATIONS * 10 <= 100
+    short = new(tmp_path / "short", levers)
+    assert short.search(60, quiet).contender is None
+    assert "There was no time for other settings" in markdown(short.traffic, short.outcomes, None)
 
 
 def test_recorded_traffic_is_tuned_as_it_came_and_proved_with_other_parts(
@@ -328,6 +331,7 @@ def test_levers():
         for value in lever.values:
             changed = load({lever.name: value}, {}).settings
             assert getattr(changed, lever.name) != getattr(Settings(), lever.name), lever
+    assert "threads" not in [lever.name for lever in default_levers(Settings(), 0, 2, True)], "a GPU"
     names = [lever.name for lever in default_levers(Settings(), 1, 1, False)]
     assert "kv_type" not in names and "pipeline_depth" not in names and "threads" not in names
     assert parse_lever("max-num-seqs=8,16") == Lever("max_num_seqs", ("8", "16"))
