@@ -86,7 +86,7 @@ def tune(settings: Settings, given: Mapping[str, Any], options: Options) -> int:
 
 
 def _threads(prepared: Prepared) -> int:
-    """How many threads compute where the setting `threads` says so; 0 where it does not: no CPU, or its own."""
+    """How many threads compute by the setting `threads`; 0 where it decides nothing: no CPU, or its own."""
     used = [prepared.choices[stage.index] for stage in prepared.plan.stages]
     return max((c.threads for c in used if "threads=" not in c.label), default=0)
 
