@@ -10,10 +10,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from disk_folder_tools import MODEL, key_of
+from disk_folder_tools import MODEL, Clock, key_of
 
 from hetero.kv import disk_folder, disk_tier
-from hetero.kv.disk_folder import DiskFolder
+from hetero.kv.disk_folder import DISK_BLOCK, TOUCH_SECONDS, DiskFolder
 from hetero.kv.disk_tier import DiskTier, Fetched, Stored
 
 STAGES = (
@@ -326,4 +326,17 @@ def test_everything_at_once(tmp_path: Path) -> None:
         tier.wait(10)
         take_in()
     assert len(slots) == SLOTS and not numbers and min(seen.values()) > 10
+    tier.close()
+
+
+def test_what_was_of_use_stays_longer(tmp_path: Path) -> None:
+    clock, host = Clock(), Host()
+    tier = DiskTier(DiskFolder(tmp_path, 3 * DISK_BLOCK, MODEL, clock), 2, host.parts)
+    for number in range(4):
+        clock.now += 2 * TOUCH_SECONDS
+        if number == 3:
+            tier.touch([key_of(0)])
+        assert tier.store(key_of(number), {0: number})
+        assert results(tier, 1) == [Stored(key_of(number), True)]
+    assert [tier.mask(key_of(n)) for n in range(4)] == [1, 0, 1, 1]
     tier.close()

@@ -5,15 +5,20 @@ from __future__ import annotations
 import asyncio
 import re
 from collections.abc import Callable
+from pathlib import Path
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 from fake_runner import FakeRunner, make_engine, text_after
 from simulated_below import Quiet
 from test_engine_async import INFO, ByteTokenizer, Compiler, read, submit, until
 
 from hetero.async_engine import AsyncEngine
-from hetero.kv.open_disk import DiskCacheError, open_folder
+from hetero.kv.disk_folder import DiskFolder
+from hetero.kv.groups import KVGroup
+from hetero.kv.manager import KVManager
+from hetero.kv.open_disk import DiskCacheError, open_disk, open_folder
 from hetero.request import FinishReason, Request
 from hetero.settings import FolderLimit
 from hetero.stats import DiskStats
@@ -155,3 +160,21 @@ def test_a_cache_folder_that_is_a_file_is_named(tmp_path) -> None:
     for path in (tmp_path / "file", tmp_path / "file" / "below"):
         with pytest.raises(DiskCacheError, match=f"--disk-cache {re.escape(str(path))}: is not a folder"):
             open_folder(FolderLimit(str(path), 1 << 20), prepared)  # type: ignore[arg-type]
+
+
+def test_slots_of_a_lost_stage_are_not_read(tmp_path: Path) -> None:
+    memory = SimpleNamespace(
+        slot_bytes=lambda g: 8 * (g == 0), view=lambda g, slot: np.full(8, slot, np.uint8)
+    )
+    runner = SimpleNamespace(host_memories=[memory, memory], unavailable=None)
+    kv = KVManager([KVGroup((0,), None, 9), KVGroup((1,), 16, 9)], 4)
+    cache = open_disk(DiskFolder(tmp_path, 1 << 20, bytes(16)), kv, runner)  # type: ignore[arg-type]
+    parts_of = cache.tier.parts_of
+    assert [part.tolist() for part in parts_of(0, 3)] == [[3] * 8] * 2 and parts_of(1, 3) == []
+    runner.unavailable = "gone"
+    with pytest.raises(LookupError, match="gone"):
+        parts_of(0, 3)
+    runner.unavailable, runner.host_memories = None, [memory, None]
+    with pytest.raises(LookupError, match="out of reach"):
+        parts_of(0, 3)
+    cache.close()

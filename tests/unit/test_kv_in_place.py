@@ -30,6 +30,14 @@ def test_the_next_turn_goes_on_in_the_same_block(world: World) -> None:
     assert world.found(SYSTEM + TURN + [8, 9, 10]) == 19
 
 
+def test_whole_blocks_with_room_behind_them_stay_where_they_are(world: World) -> None:
+    world.put([*SYSTEM, 1, 2])
+    request = world.begin([*SYSTEM, 1, 2, 3, 4, 5])
+    assert request.num_cached_tokens == 12 and request.block_tables[0][:3] == [1, 2, 3]
+    world.compute(request)
+    assert one_piece(request.block_tables[0])
+
+
 def test_a_conversation_behind_a_shared_beginning_takes_that_along(world: World) -> None:
     world.put(SYSTEM + TURN)
     request = world.begin(SYSTEM + [50] * 9)

@@ -189,3 +189,13 @@ def test_capacity_is_an_answer() -> None:
     world.kv.release(request, cache=False)
     world.kv.release(request, cache=False)
     assert world.kv.available_blocks() == [3]
+
+
+def test_the_end_of_a_sequence_that_another_goes_on_from_is_kept_once() -> None:
+    world = World((None, 50))
+    world.put([*range(10)])
+    nodes, idle = world.kv.tree.num_nodes, world.kv.pools[0].num_idle
+    world.put([*range(9)])
+    assert (world.kv.tree.num_nodes, world.kv.pools[0].num_idle) == (nodes, idle)
+    world.put([*range(11)])
+    assert world.found([*range(12)]) == 11

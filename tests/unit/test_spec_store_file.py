@@ -18,6 +18,7 @@ from spec import store_file
 from spec.base import Draft
 from spec.store import Store
 from spec.store_file import Content
+from spec.store_kernels import TOKEN_BITS
 
 
 @pytest.fixture
@@ -165,3 +166,12 @@ def test_what_a_killed_program_left_is_removed(tmp_path: Path):
     store.learn_now(unique(94, 100))
     store.close()
     assert sorted(p.name for p in tmp_path.iterdir()) == ["[x]", "y.tmp"]
+
+
+@pytest.mark.parametrize(
+    ("word", "good"), [(VOCAB, True), (VOCAB + 1, False), ((1 << TOKEN_BITS) + 1, False), (-1, False)]
+)
+def test_tokens_and_scopes_that_cannot_be_are_damage(tmp_path: Path, word: int, good: bool):
+    content = Content(["a"], np.array([word], np.int32), np.zeros(1, np.uint8))
+    store_file.write(tmp_path / "x", b"t", content)
+    assert (store_file.read(tmp_path / "x", b"t", VOCAB) is not None) == good
