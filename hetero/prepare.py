@@ -25,7 +25,7 @@ from hetero.plan.fallback import arrange, no_host_memory, plan_fallback
 from hetero.plan.forecast import Forecast
 from hetero.plan.host import free_memory
 from hetero.plan.host_memory import HostPlan, explain_short, plan_host
-from hetero.plan.make import MISSING, PlanError, Planned, plan_model
+from hetero.plan.make import GUESSED, MISSING, PlanError, Planned, plan_model
 from hetero.plan.planner import ModelFacts, Plan, explain_shortage
 from hetero.screen import ProgressCallback
 from hetero.settings import Settings
@@ -79,13 +79,15 @@ def list_devices() -> list[DeviceInfo]:
 
 
 def prepare(
-    settings: Settings, progress: ProgressCallback = lambda text, done: None, measure: str = MISSING
+    settings: Settings, progress: ProgressCallback = lambda text, done: None, measure: str | None = None
 ) -> Prepared:
     """Find the model, read its header, choose the devices and plan what goes where. Raises LaunchError.
 
-    `measure` says how the speed of several devices is found, see plan_model. A plan that does not fit
+    `measure` says how the speed of several devices is found, see plan_model; None: measured where nothing
+    is known of it and --split does not say how the layers are split. A plan that does not fit
     is returned, not raised: see require_fit.
     """
+    measure = measure or (GUESSED if settings.split else MISSING)
     with _explained():
         model = resolve(settings.model, progress=progress)
         gguf = open_gguf(model.path)

@@ -8,6 +8,7 @@ import os
 import signal
 import socket
 import sys
+import tempfile
 import threading
 from dataclasses import dataclass
 from pathlib import Path
@@ -49,10 +50,11 @@ def worker(options: Options) -> int:
         secret = find_secret(options.secret_file, create=True)
         found = list_devices()
         names = _offered(options.devices, [d.name for d in found])
+        cache = options.cache_dir or default_cache()
+        _require_writable(cache)
     except (PortError, LaunchError, SecretError, ValueError) as exc:
         return fail(exc)
     kinds = {d.name: d.kind for d in found}
-    cache = options.cache_dir or default_cache()
     passed: dict[str, Any] = {
         "devices": names,
         "threads": options.threads or usable_cores(),
@@ -97,6 +99,17 @@ def _require_trust(host: str, port: int, trusted: bool) -> None:
         f"the server's machine: ssh -N -L {port}:127.0.0.1:{port} THIS-MACHINE; on one that is, add "
         "--trusted-network"
     )
+
+
+def _require_writable(cache: Path) -> None:
+    """ValueError naming --cache-dir when nothing can be kept there: no server could use the worker."""
+    try:
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=cache):
+            pass
+    except OSError as exc:
+        reason = "is not a folder" if isinstance(exc, FileExistsError) else exc.strerror or exc
+        raise ValueError(f"--cache-dir {cache}: {reason}") from None
 
 
 def _offered(requested: tuple[str, ...], names: list[str]) -> list[str]:

@@ -175,7 +175,7 @@ def _asked(text: str, devices: Sequence[DeviceInfo], around: Around) -> list[_As
     try:
         behind = around.behind[place](address)
     except DeviceError as exc:
-        reason = str(exc).removeprefix(f"{place}={address}: ")
+        reason = str(exc).removeprefix(f"{place}={address}: ").removeprefix(f"{place} {address}: ")
         raise DeviceError(f"--device {text}: {reason}") from None
     if slash:
         return [replace(_named(text, name, behind, around), place=place, address=address)]

@@ -200,7 +200,7 @@ def _split(problem: SplitProblem, counts: Sequence[int], labels: Sequence[str]) 
         for stage, seconds, reason in zip(plan.stages, view.stage_seconds, reasons, strict=True)
     )
     notes = (*plan.notes, *left_out(problem, parts, plan.kv_tokens, labels))
-    if not view.measured and len(stages) > 1:
+    if not view.measured and len(stages) > 1 and not counts:
         notes += ("the devices' speed is guessed, not measured: hetero plan --calibrate measures it",)
     return Planned(replace(plan, stages=stages, notes=notes), problem.facts, view)
 

@@ -20,7 +20,9 @@ from ports import free_port
 import cli
 from hetero import screen
 from hetero.commands import serve
+from hetero.plan import make
 from hetero.plan.devices import usable_cores
+from hetero.prepare import prepare
 from hetero.settings import SPECS, Settings, flag_name
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -248,6 +250,25 @@ def test_plan_of_several_devices(monkeypatch: pytest.MonkeyPatch, tmp_path: Path
     assert [stage["layers"] for stage in plan["stages"]] == [[0, 20], [20, 30]]
     assert plan["forecast"]["measured"] is False and plan["forecast"]["tokens_per_second"] > 0
     assert {other["name"].split(",")[0] for other in plan["forecast"]["alternatives"]} == {"even"}
+
+
+@pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")
+def test_nothing_is_measured_for_a_split_that_is_given(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    monkeypatch.setenv("HETERO_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr(make, "measured_times", lambda *args, **named: pytest.fail("measured"))
+    plan = prepare(Settings(device=("CPU:threads=1", "CPU:threads=1"), split=(20, 10))).plan
+    assert [stage.layers for stage in plan.stages] == [(0, 20), (20, 30)]
+    assert [note for note in plan.notes if "guessed" in note] == [], "it decided nothing"
+
+
+def test_a_worker_that_could_keep_nothing(tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "secret").write_text("0123456789abcdef")
+    (tmp_path / "secret").chmod(0o600)
+    for folder in (tmp_path / "file", tmp_path / "file" / "below"):
+        arguments = ("--cache-dir", str(folder), "--secret-file", str(tmp_path / "secret"))
+        result = hetero("worker", "--listen", f"127.0.0.1:{free_port()}", *arguments)
+        assert_one_line(result, f"--cache-dir {folder}: ")
 
 
 @pytest.mark.skipif(usable_cores() < 2, reason="needs two cores")

@@ -26,7 +26,7 @@ REMOTE = DeviceInfo("RPC0", "gpu", "device 0", 8 * GIB, 8 * GIB, "box:50052/RPC0
 
 def behind(address: str) -> list[DeviceInfo]:
     if address == "gone:1":
-        raise DeviceError("worker=gone:1: cannot connect: no route")
+        raise DeviceError("worker gone:1: cannot connect: no route")
     return [replace(CUDA, device_id="0000:05:00.0"), replace(SAME, device_id="0000:05:00.0"), CPU]
 
 
