@@ -18,7 +18,8 @@ from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 from hetero.request import RequestError
 from hetero.text.output import MAX_CHARS, OutputError, field_of, grammar_of
 from hetero.text.tokenizer import Tokenizer
-from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around
+from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around, own_form
+from hetero.text.tools.lark import Inexpressible
 
 CACHED_GRAMMARS = 64
 CACHED_CHARS = 1 << 18  # of their sources; a compiled one takes up to 400 times as much
@@ -104,6 +105,7 @@ class GrammarCompiler:
         self._ll_tokenizer: LLTokenizer | None = None
         self._cache: OrderedDict[str, LLMatcher] = OrderedDict()
         self._relaxed: OrderedDict[str, int] = OrderedDict()  # tools' schemas: which relaxation they need
+        self._own_forms: OrderedDict[str, bool] = OrderedDict()  # grammars of calls: whether they compile
         self._lock = threading.Lock()
 
     def compile(
@@ -128,15 +130,26 @@ class GrammarCompiler:
         if sum(len(json.dumps(tool["function"].get("parameters"))) for tool in tools) > MAX_TOOLS_CHARS:
             raise OutputError(f"their schemas have more than {MAX_TOOLS_CHARS} characters in all", "tools")
         grammars = [] if inner is None else [{"name": "output", **inner}]
-        calls = ForcedCalls([self._arguments(tool["function"]) for tool in tools], several) if tools else None
-        outer = around(template, prompt_tail, self._mark_token, calls, inner is not None)
-        if outer is not None:
-            grammars.insert(0, {"name": "answer", "lark_grammar": outer})
+        told = [self._arguments(tool["function"], template) for tool in tools]
         field = "tools" if tools else field_of(output)
-        return Grammar(self._matcher(json.dumps({"grammars": grammars}), field).deep_copy(), field)
 
-    def _arguments(self, function: Mapping[str, Any]) -> tuple[str, dict[str, Any]]:
-        """A tool's name and the strictest schema of its arguments that can be enforced."""
+        def matcher(told: Sequence[tuple[str, dict[str, Any], bool]]) -> LLMatcher:
+            calls = ForcedCalls(told, several) if told else None
+            outer = around(template, prompt_tail, self._mark_token, calls, inner is not None)
+            answer = [] if outer is None else [{"name": "answer", "lark_grammar": outer}]
+            return self._matcher(json.dumps({"grammars": answer + grammars}), field)
+
+        try:
+            return Grammar(matcher(told).deep_copy(), field)
+        except (OutputError, Inexpressible):
+            if not any(is_own for *_, is_own in told):
+                raise
+        # Each by itself can be enforced in the family's own form, all of them together cannot.
+        return Grammar(matcher([(name, schema, False) for name, schema, _ in told]).deep_copy(), field)
+
+    def _arguments(self, function: Mapping[str, Any], template: str) -> tuple[str, dict[str, Any], bool]:
+        """A tool's name, the strictest schema of its arguments that can be enforced, and whether that can be
+        done in the own form of the template's family."""
         parameters = function.get("parameters") or {}
         schemas, key = arguments_schemas(parameters), json.dumps(parameters)
         with self._lock:
@@ -144,10 +157,26 @@ class GrammarCompiler:
         if which is None:
             which = self._strictest(schemas)
             with self._lock:
-                self._relaxed[key] = which
-                while len(self._relaxed) > RELAXED_TOOLS or sum(map(len, self._relaxed)) > CACHED_CHARS:
-                    self._relaxed.popitem(last=False)
-        return function["name"], schemas[which]
+                _keep(self._relaxed, key, which)
+        name, schema = function["name"], schemas[which]
+        return name, schema, self._has_own_form(template, name, schema)
+
+    def _has_own_form(self, template: str, name: str, schema: Mapping[str, Any]) -> bool:
+        """Kept like the schemas that `_arguments` finds, by the grammar, of which there is one a family."""
+        grammar = own_form(template, name, schema, self._mark_token)
+        if grammar is None or len(grammar) > MAX_CHARS:
+            return False
+        with self._lock:
+            compiles = self._own_forms.get(grammar)
+        if compiles is None:
+            compiles = True
+            try:
+                _compile(self._index("tools"), json.dumps({"grammars": [{"lark_grammar": grammar}]}), "tools")
+            except OutputError:
+                compiles = False
+            with self._lock:
+                _keep(self._own_forms, grammar, compiles)
+        return compiles
 
     def _strictest(self, schemas: Sequence[Mapping[str, Any]]) -> int:
         """The first that can be enforced; the last always can."""
@@ -188,6 +217,12 @@ class GrammarCompiler:
                     break
                 self._cache.popitem(last=False)
         return matcher
+
+
+def _keep(known: OrderedDict[str, Any], key: str, value: Any) -> None:
+    known[key] = value
+    while len(known) > RELAXED_TOOLS or sum(map(len, known)) > CACHED_CHARS:
+        known.popitem(last=False)
 
 
 def _compile(tokenizer: LLTokenizer, grammars: str, field: str) -> LLMatcher:

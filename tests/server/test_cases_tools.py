@@ -5,12 +5,14 @@ from __future__ import annotations
 import asyncio
 import json
 import re
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 from .client import Reply
-from .real import RealClient
+from .conftest import Serve
+from .real import RealClient, talking_to
 
 CHAT = "/v1/chat/completions"
 ASK = {"messages": [{"role": "user", "content": "weather in Paris"}], "temperature": 0, "max_tokens": 64}
@@ -193,3 +195,43 @@ async def test_a_tools_schema_that_cannot_be_enforced_is_relaxed(smollm2: RealCl
         assert finish in ("tool_calls", "length")
         if finish == "tool_calls":
             assert json.loads(calls[0]["function"]["arguments"]).keys() <= {"a"}
+
+
+CODER = """{%- for m in messages %}<|im_start|>{{ m.role }}
+{%- for c in m.tool_calls or [] %}
+
+<tool_call>
+<function={{ c.function.name }}>
+{%- for name, value in c.function.arguments.items() %}
+
+<parameter={{ name }}>
+{{ value if value is string else value | tojson }}
+</parameter>
+{%- endfor %}
+
+</function>
+</tool_call>
+{%- endfor %}
+{{ m.content }}<|im_end|>
+{% endfor %}{{ tools | length if tools else "" }}{% if add_generation_prompt %}<|im_start|>assistant
+{% endif %}"""
+
+
+async def test_a_round_trip_in_tags(serve: Serve, smollm2_path: Path, tmp_path: Path) -> None:
+    """What the model was made to write is what the next prompt shows it to have written."""
+    path = tmp_path / "coder.jinja"
+    path.write_text(CODER)
+    edit = tool("edit", path={"enum": ["a b", "</c>"]}, line={"type": "integer", "maximum": 9, "minimum": 7})
+    body = {**ASK, "tools": [edit, WEATHER], "tool_choice": "required", "parallel_tool_calls": False}
+    async with talking_to(serve(smollm2_path, "--kv-tokens", "1024", "--chat-template", str(path))) as client:
+        for stream in (True, False):
+            calls, text, finish = calls_of(await client.post(CHAT, {**body, "stream": stream}), stream)
+            assert (text, finish, len(calls)) == ("", "tool_calls", 1)
+            arguments = json.loads(calls[0]["function"]["arguments"])
+            name = calls[0]["function"]["name"]
+            wanted = {"edit": {"path", "line"}, "get_weather": {"city"}}[name]
+            assert arguments.keys() == wanted and arguments.get("line", 7) in (7, 8, 9)
+        messages = [*ASK["messages"], {"role": "assistant", "content": None, "tool_calls": calls}]
+        prompt = (await client.post("/apply-template", {"messages": messages})).json["prompt"]
+        values = "".join(f"<parameter={key}>\n{value}\n</parameter>\n" for key, value in arguments.items())
+        assert f"<tool_call>\n<function={name}>\n{values}</function>\n</tool_call>" in prompt

@@ -3,31 +3,42 @@
 from __future__ import annotations
 
 import json
-import re
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from hetero.text.output import WHITESPACE, literal
+from hetero.text.output import MAX_CHARS, WHITESPACE
 from hetero.text.reasoning import begun_in, tags_of
 from hetero.text.tools.families import HARMONY, Family, family_of
 from hetero.text.tools.harmony import START
+from hetero.text.tools.lark import Inexpressible, LarkWriter, MarkToken
+from hetero.text.tools.native import native_call
 
 MAX_PARALLEL_CALLS = 16
+MAX_OWN_CHARS = 1 << 20  # of the rules for calls that are not in JSON
 COMBINATORS = ("$ref", "allOf", "anyOf", "oneOf", "if", "patternProperties", "not")
-_MARK = re.compile(r"(<[^<>\s]{1,60}>|\[/?[A-Z_]{1,60}\])")
-MarkToken = Callable[[str], int | None]  # the id of a mark that is a token which no text can write
 
 
 @dataclass(frozen=True, slots=True)
 class ForcedCalls:
     """The answer calls tools: any of `tools`, one or several. With an output, it may be that instead.
 
-    `tools` are names and the schemas of their arguments.
+    `tools` are names, the schemas of their arguments, and whether calls are in the family's own form.
     """
 
-    tools: Sequence[tuple[str, Mapping[str, Any]]]
+    tools: Sequence[tuple[str, Mapping[str, Any], bool]]
     several: bool
+
+
+def own_form(template: str, name: str, schema: Mapping[str, Any], mark_token: MarkToken) -> str | None:
+    """A grammar for one call in the form of the template's family; None where that is JSON, or where the
+    schema cannot be followed in it. Whether it compiles is another question."""
+    writer = LarkWriter(mark_token, MAX_CHARS)
+    try:
+        writer.rules.insert(0, f"start: {native_call(family_of(template).name, name, schema, writer)}")
+    except Inexpressible:
+        return None
+    return "\n".join(writer.rules)
 
 
 def around(
@@ -40,9 +51,11 @@ def around(
     """A Lark grammar for the whole answer, which refers to the output's own as @output; None for just that.
 
     `template` is the chat template's source and `prompt_tail` the prompt's end, as for the answer's parser.
+    Inexpressible if calls in the family's own form are too long, all of them together.
     """
     family = family_of(template)
-    writer = _Writer(mark_token)
+    has_own = calls is not None and any(is_own for *_, is_own in calls.tools)
+    writer = LarkWriter(mark_token, MAX_OWN_CHARS if has_own else None)
     alternatives = []
     if calls is not None:
         alternatives.append(_calls(family, calls, writer))
@@ -58,34 +71,7 @@ def around(
     return "\n".join(writer.rules)
 
 
-class _Writer:
-    """Lark for text with marks in it, and the rules that it needs."""
-
-    def __init__(self, mark_token: MarkToken):
-        self.rules: list[str] = []
-        self._token = mark_token
-
-    def write(self, text: str) -> str:
-        pieces, plain = [], ""
-        for part in _MARK.split(text):
-            token_id = self._token(part) if _MARK.fullmatch(part) else None
-            if token_id is None:
-                plain += part
-                continue
-            pieces += [literal(plain)] * bool(plain) + [f"<[{token_id}]>"]
-            plain = ""
-        return " ".join(pieces + [literal(plain)] * bool(plain))
-
-    def text_until(self, mark: str) -> str:
-        """Any text and then the mark."""
-        if self._token(mark) is not None:
-            self.rules.append("ANY_TEXT: /(?s:.*)/")
-            return f"ANY_TEXT {self.write(mark)}"
-        self.rules.append(f"any_text[lazy]: /(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}/")
-        return "any_text"
-
-
-def _reasoning(template: str, family: Family, prompt_tail: str, writer: _Writer) -> str:
+def _reasoning(template: str, family: Family, prompt_tail: str, writer: LarkWriter) -> str:
     if family is HARMONY:
         if not prompt_tail.endswith(f"{START}assistant"):
             return ""
@@ -99,23 +85,28 @@ def _reasoning(template: str, family: Family, prompt_tail: str, writer: _Writer)
     return thought if begun_in(prompt_tail, tags) else f"({writer.write(tags[0])} {thought})?"
 
 
-def _calls(family: Family, calls: ForcedCalls, writer: _Writer) -> str:
+def _calls(family: Family, calls: ForcedCalls, writer: LarkWriter) -> str:
     names = []
-    for index, (name, schema) in enumerate(calls.tools):
-        place, shown = (
-            ("{NAME}", json.dumps(name, ensure_ascii=False)) if "{NAME}" in family.call else ("{name}", name)
+    for index, (name, schema, is_own) in enumerate(calls.tools):
+        call = (
+            native_call(family.name, name, schema, writer)
+            if is_own
+            else _json_call(family, name, schema, writer)
         )
-        head = family.call.replace(place, shown)
-        writer.rules.append(f"arguments_{index}: %json {json.dumps(schema)}")
-        writer.rules.append(
-            f"call_{index}: {writer.write(head)} arguments_{index} {writer.write(family.after)}"
-        )
+        writer.rules.append(f"call_{index}: {call}")
         names.append(f"call_{index}")
     writer.rules.append(f"call: {' | '.join(names)}")
     more = ""
     if calls.several and family.between is not None:
         more = f"({writer.write(family.between)} call){{0,{MAX_PARALLEL_CALLS - 1}}}"
     return f"{writer.write(family.begin)} call {more} {writer.write(family.end)}"
+
+
+def _json_call(family: Family, name: str, schema: Mapping[str, Any], writer: LarkWriter) -> str:
+    in_json = "{NAME}" in family.call
+    place, shown = ("{NAME}", json.dumps(name, ensure_ascii=False)) if in_json else ("{name}", name)
+    head = family.call.replace(place, shown)
+    return f"{writer.write(head)} {writer.json(schema)} {writer.write(family.after)}"
 
 
 def arguments_schemas(parameters: Mapping[str, Any]) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ import re
 from collections.abc import Iterable
 
 MAX_BLANKS = 1024  # that wait for what follows them; models have been seen to write nothing else
-_STRING_END = re.compile(r'["\\]')
+_STRING_END = re.compile(r'["\\\n]')
 _STRUCTURE = re.compile(r'["{}\[\],]|\s')
 
 
@@ -60,15 +60,20 @@ class MarkFinder:
 class JsonValue:
     """Finds the end of one JSON value, the first character of which is pushed first.
 
-    Looks at brackets and strings only: whether it is JSON at all is for its reader to find out.
+    Looks at brackets and strings only: whether it is JSON at all is for its reader to find out. `torn`: a
+    string holds a line break, which none in JSON does.
     """
 
     def __init__(self) -> None:
-        self.done = False
+        self.done = self.torn = False
         self.first = ""
         self._depth = 0
         self._in_string = False
         self._escaped = False
+
+    @property
+    def in_string(self) -> bool:
+        return self._in_string
 
     def push(self, text: str, at: int = 0) -> int:
         """Where the value ends in `text`, read from `at`; len(text) if it goes on, or is `done` there."""
@@ -99,12 +104,15 @@ class JsonValue:
     def _string(self, text: str, at: int) -> int:
         if self._escaped:
             self._escaped = False
+            self.torn |= text[at] == "\n"
             return at + 1
         found = _STRING_END.search(text, at)
         if found is None:
             return len(text)
         if found.group() == "\\":
             self._escaped = True
+        elif found.group() == "\n":
+            self.torn = True
         else:
             self._in_string = False
             self.done = self._depth == 0

@@ -10,17 +10,13 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import Any
 
 from hetero.text.tools.readers import BLANK, MAX_HEADER_CHARS, Arguments, Event, JsonCalls, Name, Reader
-from hetero.text.tools.scan import MarkFinder
+from hetero.text.tools.scan import JsonValue, MarkFinder
+from hetero.text.tools.types import ALL_TYPES, json_of, types_of
 
 Schemas = Mapping[str, Mapping[str, Any]]  # the JSON schema of each tool's arguments
-_TYPES: dict[type, tuple[str, ...]] = {
-    str: ("string",), bool: ("boolean",), int: ("integer", "number"), float: ("number",),
-    list: ("array",), dict: ("object",), type(None): ("null",),
-}  # fmt: skip
-_ALL_TYPES = frozenset(name for names in _TYPES.values() for name in names)
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +46,8 @@ class TaggedCall:
     """One call in tags. Values of string parameters go out as they come, others when they are complete.
 
     A value is a string where the schema says so, else what it is as JSON; a string again if it is no JSON or
-    of a type that the schema does not allow.
+    of a type that the schema does not allow. A closing tag within a string of JSON is part of that, unless
+    there turns out to be no such string: the text is then read again from there.
     """
 
     def __init__(self, style: Style, schemas: Schemas):
@@ -60,23 +57,34 @@ class TaggedCall:
         self._take: Callable[[str, str | None, list[Event]], None] = self._in_name
         self._finder = MarkFinder(style.name_end)
         self._pieces: list[str] = []  # of the name, the key or the value
-        self._types: frozenset[str] = _ALL_TYPES
+        self._types: frozenset[str] = ALL_TYPES
+        self._root: Mapping[str, Any] = {}  # the schema of the arguments, and its properties
         self._properties: Mapping[str, Any] = {}
         self._num_keys = 0
         self._fresh = False  # nothing of the value has come yet
         self._held = ""  # a line break that may be the last of a value
+        self._json: JsonValue | None = None  # the value, where it begins like JSON with strings
+        self._passed = -1  # where in the value the first closing tag within a string ends
+        self._trusts_json = True
+        self._again = ""  # to be read before what comes
 
     def push(self, text: str) -> tuple[list[Event], str]:
         events: list[Event] = []
         while not (self.done or self.failed):
             before, mark, text = self._finder.push(text)
             self._take(before, mark, events)
-            if mark is None:
+            text, self._again = self._again + text, ""
+            if mark is None and not text:
                 break
         return events, text if self.done else ""
 
     def finish(self) -> list[Event]:
-        return []
+        events: list[Event] = []
+        if self._passed >= 0:
+            self._close_at_passed(events)
+            text, self._again = self._again, ""
+            events += self.push(text)[0]
+        return events
 
     def _go(self, take: Callable[[str, str | None, list[Event]], None], *marks: str) -> None:
         self._take, self._pieces, self._finder = take, [], MarkFinder(marks)
@@ -97,7 +105,8 @@ class TaggedCall:
         self.failed = not name or any(char in name for char in "<>{} \n")
         if self.failed:
             return
-        self._properties = self._schemas.get(name, {}).get("properties") or {}
+        self._root = self._schemas.get(name) or {}
+        self._properties = self._root.get("properties") or {}
         events.append(Name(name))
         self._go_between()
         if mark in (self._style.key_open, self._style.end):
@@ -115,7 +124,7 @@ class TaggedCall:
         if mark is None:
             return
         key = "".join(self._pieces).strip()
-        self._types = _types_of(self._properties.get(key))
+        self._types = types_of(self._properties.get(key), self._root)
         events.append(
             Arguments((", " if self._num_keys else "{") + json.dumps(key, ensure_ascii=False) + ": ")
         )
@@ -132,16 +141,47 @@ class TaggedCall:
 
     def _in_value(self, before: str, mark: str | None, events: list[Event]) -> None:
         if self._types != {"string"}:
-            self._pieces.append(before)
-            if mark is not None:
-                events.append(Arguments(_json_of("".join(self._pieces), self._types, self._style.trim)))
-                self._go_between()
+            self._json_piece(before, mark, events)
             return
         events_text = self._string_piece(before, mark is not None)
         if events_text:
             events.append(Arguments(events_text))
         if mark is not None:
             self._go_between()
+
+    def _json_piece(self, before: str, mark: str | None, events: list[Event]) -> None:
+        """More of a value that may be JSON, and its closing tag."""
+        self._pieces.append(before)
+        if self._fresh and self._trusts_json and (begun := before.lstrip()):
+            self._fresh = False
+            self._json = JsonValue() if begun[0] in '{["' else None
+        if self._json is not None:
+            self._json.push(before if self._json.first else before.lstrip())
+            if mark is not None and self._json.in_string and not self._json.torn:
+                self._pieces.append(mark)
+                if self._passed < 0:
+                    self._passed = sum(map(len, self._pieces))
+                return
+            if self._passed >= 0 and self._json.torn:
+                self._pieces.append(mark or "")
+                self._close_at_passed(events)
+                return
+        if mark is not None:
+            self._close_value("".join(self._pieces), events)
+
+    def _close_at_passed(self, events: list[Event]) -> None:
+        """Take the first closing tag within a string for one after all."""
+        text = "".join(self._pieces) + self._finder.finish()
+        value, self._again = text[: self._passed].removesuffix(self._style.value_close), text[self._passed :]
+        self._trusts_json = False
+        self._close_value(value, events)
+
+    def _close_value(self, text: str, events: list[Event]) -> None:
+        if self._style.trim:
+            text = text.removeprefix("\n").removesuffix("\n")
+        events.append(Arguments(json_of(text, self._types)))
+        self._json, self._passed = None, -1
+        self._go_between()
 
     def _string_piece(self, text: str, is_last: bool) -> str:
         """More of a JSON string: its quotes, and what is between."""
@@ -183,36 +223,3 @@ class AnyTagged:
 
     def finish(self) -> list[Event]:
         return [] if self._reader is None else self._reader.finish()
-
-
-def _types_of(schema: Any) -> frozenset[str]:
-    """The JSON types that a property may have, as far as its schema says so in the plain way."""
-    if not isinstance(schema, Mapping):
-        return _ALL_TYPES
-    given = schema.get("type")
-    if isinstance(given, str):
-        return frozenset({given})
-    if isinstance(given, list):
-        return frozenset(name for name in given if isinstance(name, str))
-    if isinstance(schema.get("enum"), list):
-        return frozenset(name for value in schema["enum"] for name in _TYPES.get(type(value), ()))
-    for union in ("anyOf", "oneOf"):
-        if isinstance(schema.get(union), list):
-            return frozenset().union(*map(_types_of, schema[union]))
-    return _ALL_TYPES
-
-
-def _json_of(text: str, types: frozenset[str], trim: bool) -> str:
-    if trim:
-        text = text.removeprefix("\n").removesuffix("\n")
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-    if not types.intersection(_TYPES[type(value)]) and "string" in types:
-        value = text
-    return json.dumps(value, ensure_ascii=False)
-
-
-def _refuse(name: str) -> NoReturn:
-    raise ValueError(f"{name} is not JSON")
