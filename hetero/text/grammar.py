@@ -16,6 +16,7 @@ import numpy as np
 from llguidance import LLMatcher, LLParserLimits, LLTokenizer
 
 from hetero.request import RequestError
+from hetero.text.deep_stack import on_deep_stack
 from hetero.text.output import MAX_CHARS, OutputError, field_of, grammar_of
 from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.forced import ForcedCalls, arguments_schemas, around, own_form
@@ -226,6 +227,12 @@ def _keep(known: OrderedDict[str, Any], key: str, value: Any) -> None:
 
 
 def _compile(tokenizer: LLTokenizer, grammars: str, field: str) -> LLMatcher:
+    """A chain of a few thousand rules, each of which names the next, would overflow a usual thread's stack,
+    and end the process; MAX_CHARS of them take less than 64 MiB."""
+    return on_deep_stack(lambda: _compile_here(tokenizer, grammars, field))
+
+
+def _compile_here(tokenizer: LLTokenizer, grammars: str, field: str) -> LLMatcher:
     matcher = LLMatcher(tokenizer, grammars, log_level=0, limits=_LIMITS)
     if not matcher.is_error():
         # Finds what nothing can satisfy, and the first mask may take long: here it keeps no step waiting.

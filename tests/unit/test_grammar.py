@@ -8,6 +8,7 @@ import pytest
 
 from hetero.request import RequestError
 from hetero.text import grammar as grammar_module
+from hetero.text.deep_stack import on_deep_stack
 from hetero.text.grammar import GrammarCompiler
 from hetero.text.output import MAX_CHARS
 from hetero.text.tokenizer import Tokenizer
@@ -212,3 +213,38 @@ def test_a_grammar_that_takes_seconds_is_ended(tokenizer, compiler, monkeypatch)
             grammar.fill_mask(row)
             assert grammar.accept(token_id)
     assert refused.value.code == "grammar_too_complex"
+
+
+RULES = {  # each names the next: the longest chain that fits into MAX_CHARS
+    "rules": ("start: a0\n", "a{i}: a{j}\n", 'a{i}: "x"'),
+    "terminals": ("start: A0\n", "A{i}: A{j}\n", 'A{i}: "x"'),
+    "options": ("start: a0\n", "a{i}: a{j}?\n", 'a{i}: "x"'),
+}
+
+
+@pytest.mark.parametrize("kind", RULES)
+def test_a_long_chain_of_rules_overflows_no_stack(tokenizer, compiler, kind):
+    """On a thread's usual stack this ends the process, and with it the server."""
+    first, rule, last = RULES[kind]
+    count = MAX_CHARS // 16
+    lark = first + "".join(rule.format(i=i, j=i + 1) for i in range(count)) + last.format(i=count)
+    done: list = []
+
+    def use() -> None:  # as the server does: compiled in one thread, used and forgotten in others
+        grammar = compiler.compile({"type": "grammar", "grammar": lark})
+        row = np.zeros((tokenizer.n_vocab + 31) // 32, np.int32)
+        grammar.fill_mask(row)
+        (token_id,) = tokenizer.encode("x", parse_special=False, add_special=False)
+        done.append(grammar.accept(token_id))
+
+    thread = threading.Thread(target=use)
+    thread.start()
+    thread.join()
+    assert done == [True]
+
+
+def test_errors_come_from_the_deep_stack_as_they_are():
+    assert on_deep_stack(lambda: 3) == 3
+    with pytest.raises(KeyError, match="why"):
+        on_deep_stack(lambda: {}["why"])
+    assert threading.stack_size() == 0
