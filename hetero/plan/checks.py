@@ -80,6 +80,8 @@ def _cpu() -> str:
 def _kernels() -> str:
     from backends.cpu.jit import CACHE_FOLDER
 
+    if CACHE_FOLDER.parent.name != "jit":  # one that lasts as long as the process
+        return "compiled at every start: the cache folder cannot be written; HETERO_CACHE_DIR names another"
     count = sum(1 for _ in CACHE_FOLDER.rglob("*.nbc"))
     state = f"{count} compiled kernels" if count else "empty; the first start compiles for a while"
     return f"{state}: {CACHE_FOLDER}"

@@ -291,6 +291,13 @@ def test_doctor():
     assert "SmolLM2" in checks["default model"]["detail"]
 
 
+def test_doctor_where_compiled_kernels_cannot_be_kept(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv("HETERO_CACHE_DIR", str(tmp_path / "file"))
+    code, out, _, _ = hetero("doctor")
+    assert code == 0 and "kernels        compiled at every start" in out
+
+
 START = screen.StartScreen(
     model="tiny",
     family="llama",
