@@ -16,6 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
+import tomllib
 import zipfile
 from importlib import metadata
 from pathlib import Path
@@ -29,6 +30,8 @@ sys.path.insert(0, str(ROOT))
 PACKAGES = ("hetero", "backends", "quant", "spec")
 # inside without being required: the interpreter's loader
 TOOLS = ("pyinstaller",)
+# inside, since nothing can be installed into an executable; matplotlib would make it a third larger
+EXTRAS = ("otlp",)
 LICENSE_NAMES = ("LICENSE", "LICENCE", "COPYING", "NOTICE", "AUTHORS")
 COMPILER_LIBRARIES = ("libgcc-s1", "libgomp1", "libstdc++6")  # Debian's names of what ggml links to
 
@@ -44,6 +47,7 @@ def main() -> None:
         work = Path(folder)
         built = build(work)
         if built.is_dir():
+            strip(built)
             warm.fill(built, work / "warm")
             one_file.write(built, out, private_paths(work))
         else:
@@ -61,6 +65,7 @@ def build(work: Path) -> Path:
     collect_licenses(work / "licenses", wheel.parent)
     search = os.pathsep.join([str(site), str(ROOT)])
     environment = {**os.environ, "HETERO_BUILD_WORK": str(work), "PYTHONPATH": search, "PYTHONHASHSEED": "0"}
+    environment["PYINSTALLER_ZLIB_COMPRESSION_LEVEL"] = "0"  # one_file.py packs everything, and better
     environment.setdefault("SOURCE_DATE_EPOCH", commit_time())
     command = [sys.executable, "-m", "PyInstaller", "--noconfirm", "--log-level=WARN"]
     command += [
@@ -70,6 +75,14 @@ def build(work: Path) -> Path:
     ]
     subprocess.run(command, check=True, env=environment)
     return next((work / "dist").iterdir())
+
+
+def strip(folder: Path) -> None:
+    """Without what debuggers want in extension modules, a third of some. Not in libraries whose layout the
+    makers of wheels have changed: strip breaks those."""
+    if shutil.which("strip"):
+        modules = [str(path) for name in ("*.cpython-*.so", "*.abi3.so") for path in folder.rglob(name)]
+        subprocess.run(["strip", "--strip-debug", *modules], check=True)
 
 
 def write_facts(work: Path) -> None:
@@ -131,11 +144,14 @@ def license_of(name: str) -> str:
 
 
 def required_packages() -> set[str]:
-    """Names of the installed packages that hetero requires, with all that those require."""
+    """Names of the installed packages that hetero and its EXTRAS require, with all that those require."""
     from packaging.requirements import Requirement
 
     found: set[str] = set()
-    todo = list(metadata.requires("hetero") or ())
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    todo = [*project["dependencies"]]
+    for extra in EXTRAS:
+        todo += project["optional-dependencies"][extra]
     while todo:
         requirement = Requirement(todo.pop())
         name = requirement.name.lower().replace("_", "-")

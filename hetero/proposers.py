@@ -15,7 +15,7 @@ from hetero.settings import Settings
 from hetero.speculation import Speculation
 from quant.gguf import GGUFFile
 from spec.base import Proposer
-from spec.ngram import NgramProposer
+from spec.ngram import NgramProposer, compile_kernels
 from spec.store import BYTES_PER_TOKEN, Store
 
 log = logging.getLogger(__name__)
@@ -36,7 +36,7 @@ class NgramSpeculation(Speculation):
     """Guesses from a request's own text."""
 
     def __init__(self, max_tokens: int, few_shapes: bool = False):
-        NgramProposer([0, 0]).propose(1)  # compiles
+        compile_kernels()
         super().__init__(("ngram",), lambda request: (NgramProposer(),), max_tokens, few_shapes)
 
 
@@ -45,7 +45,7 @@ class StoreSpeculation(Speculation):
 
     def __init__(self, store: Store, max_tokens: int, by_client: bool = False, few_shapes: bool = False):
         """`by_client`: each client's requests see only what was served to the same client."""
-        NgramProposer([0, 0]).propose(1)
+        compile_kernels()
         super().__init__(("ngram", "store"), self._make, max_tokens, few_shapes)
         self.store = store
         self._by_client = by_client

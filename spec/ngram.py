@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import numpy as np
@@ -112,6 +113,12 @@ class NgramProposer:
         for end, token in enumerate(self._text[: len(self)].tolist()):
             state = found[state, token] if end else found[0, token]
             assert length[state] == end + 1, "the text itself is accepted"
+
+
+@functools.cache
+def compile_kernels() -> None:
+    """Compile the kernels, or load them, before anybody waits for them: also those that a long text needs."""
+    NgramProposer([0, 0]).extend([0] * _FIRST)
 
 
 def _larger(array: np.ndarray, used: int, room: int) -> np.ndarray:

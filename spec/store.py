@@ -258,6 +258,8 @@ def _compile() -> None:
     kernels.learn(tokens, 20, np.array([-1, 0, 0]), *arrays)
     text, draft = np.empty(kernels.LOOK + 1, np.int32), np.empty(1, np.int32)
     kernels.propose(tokens, 0, np.array([-1, 0, 0]), text, draft, *arrays)
+    kernels.forget(0, arrays[0], arrays[-1])
+    kernels.index_all(*_empty(64))
 
 
 def _empty(capacity: int) -> tuple[np.ndarray, ...]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -24,6 +25,11 @@ def check_plot(path: Path) -> None:
     try:
         import matplotlib  # noqa: F401
     except ImportError:
+        if getattr(sys, "frozen", False):
+            raise PlotError(
+                "--plot needs matplotlib, which this executable does not have inside; "
+                'draw with a hetero of pip install "hetero[plot]"'
+            ) from None
         raise PlotError('--plot needs matplotlib: pip install "hetero[plot]"') from None
 
 

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -109,3 +112,22 @@ def test_text_files_leaves_out_what_nobody_wrote(tmp_path: Path):
         path.write_text("x" * (LARGEST_FILE + 1 if name == "large" else 1))
     found = [path.relative_to(tmp_path).as_posix() for path in text_files(tmp_path)]
     assert found == ["a.py", "b/c.md"]
+
+
+COMPILED = """
+import sys
+from spec import automaton, ngram, store, store_kernels
+ngram.compile_kernels()
+store.Store(100)
+kernels = {**vars(automaton), **vars(store_kernels)}
+print([name for name in sys.argv[1:] if not kernels[name].overloads])
+"""
+
+
+def test_no_kernel_is_compiled_after_the_start():
+    folder = Path(__file__).resolve().parents[2] / "spec"
+    source = (folder / "store.py").read_text() + (folder / "ngram.py").read_text()
+    called = set(re.findall(r"(?:kernels|automaton)\.([a-z]\w*)\(", source))
+    assert {"learn", "propose", "forget", "index_all", "extend", "rehash"} <= called
+    command = [sys.executable, "-c", COMPILED, *sorted(called)]
+    assert subprocess.run(command, capture_output=True, text=True, check=True).stdout.strip() == "[]"
