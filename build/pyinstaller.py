@@ -27,7 +27,8 @@ import warm
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
-PACKAGES = ("hetero", "backends", "quant", "spec")
+# all that compiled kernels depend on: where none of it changed, another build takes them as they are
+KERNELS = ("backends", "quant", "spec", "hetero/sampling")
 # inside without being required: the interpreter's loader
 TOOLS = ("pyinstaller",)
 # inside, since nothing can be installed into an executable; matplotlib would make it a third larger
@@ -48,7 +49,7 @@ def main() -> None:
         built = build(work)
         if built.is_dir():
             strip(built)
-            warm.fill(built, work / "warm")
+            warm.fill(built, work / "warm", KERNELS)
             one_file.write(built, out, private_paths(work))
         else:
             shutil.move(built, out)
@@ -90,7 +91,7 @@ def write_facts(work: Path) -> None:
     from backends.cpu.jit import sources_digest
 
     (work / "build.json").write_text(json.dumps({"commit": commit()}), encoding="utf-8")
-    digest = sources_digest(*(ROOT / name for name in PACKAGES))
+    digest = sources_digest(*(ROOT / name for name in KERNELS))
     (work / "sources.sha256").write_text(digest, encoding="utf-8")
 
 

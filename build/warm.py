@@ -12,7 +12,7 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import exercise
@@ -24,16 +24,19 @@ NOT_USED = {
 }
 
 
-def fill(program: Path, work: Path) -> None:
-    """`program` is PyInstaller's folder; `work` a folder that may be made and is left behind.
+def fill(program: Path, work: Path, sources: Sequence[str]) -> None:
+    """`program` is PyInstaller's folder; `work` a folder that may be made and is left behind; `sources` the
+    folders in which kernels may lie.
 
-    What is compiled is kept in the user's cache folder: a second build of the same sources takes it
-    from there.
+    What is compiled is kept in the user's cache folder: a second build takes it from there, unless
+    `sources` changed.
     """
     from backends.cpu.features import available_levels
     from backends.cpu.jit import TARGETS
 
-    started = time.time() - 1
+    kernels, started = set(cached_functions(exercise.ROOT)), time.time() - 1
+    if strange := sorted(m for m, _ in kernels if not m.replace(".", "/").startswith(tuple(sources))):
+        sys.exit(f"{', '.join(strange)}: has kernels, and lies in none of the folders {', '.join(sources)}")
     jit = ggml.cache_folder() / "warm" / "jit"
     for level in available_levels():
         if level not in TARGETS:
@@ -47,7 +50,7 @@ def fill(program: Path, work: Path) -> None:
             sys.exit(str(exc))
     for folder in jit.iterdir():
         if folder.stat().st_mtime >= started:  # each run marks what it uses
-            if missing := set(cached_functions(exercise.ROOT)) - compiled(folder) - NOT_USED:
+            if missing := kernels - compiled(folder) - NOT_USED:
                 names = ", ".join(f"{module}.{name}" for module, name in sorted(missing))
                 sys.exit(f"no run of build/exercise.py uses {names}: add one")
             shutil.copytree(folder, program / "_internal" / "jit" / folder.name)
