@@ -16,6 +16,9 @@ if TYPE_CHECKING:
 
 MAX_PRIORITY = 1000
 MAX_STOPS = 16  # the OpenAI API allows 4; agents send more
+# Both are work for the engine's thread, on which everybody's steps wait.
+MAX_STOP_CHARS = 4096  # of each
+MAX_STOP_IDS = 1024
 
 # Fields of other servers that would change the answer and are not supported, with the value that asks for
 # nothing. Anything else that is unknown is ignored, as clients send fields of their own.
@@ -92,19 +95,29 @@ def _stop(fields: Fields) -> tuple[str, ...]:
     value = fields.body.get("stop")
     if value is None:
         return ()
+    name = fields.name("stop")
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list):
-        raise wrong_type("stop", "a string or an array of strings", value)
-    if len(stops) > MAX_STOPS:
-        raise bad_field("stop", f"at most {MAX_STOPS} sequences are allowed, not {len(stops)}")
+        raise wrong_type(name, "a string or an array of strings", value)
     for stop in stops:
         if not isinstance(stop, str):
-            raise wrong_type("stop", "a string or an array of strings", stop)
+            raise wrong_type(name, "a string or an array of strings", stop)
+    check_stops(name, stops)
     return tuple(stops)
+
+
+def check_stops(name: str, stops: Sequence[str]) -> None:
+    """400 naming the field for too many, or too long ones."""
+    if len(stops) > MAX_STOPS:
+        raise bad_field(name, f"at most {MAX_STOPS} sequences are allowed, not {len(stops)}")
+    if (longest := max(map(len, stops), default=0)) > MAX_STOP_CHARS:
+        raise bad_field(name, f"a sequence may have at most {MAX_STOP_CHARS} characters, not {longest}")
 
 
 def _stop_token_ids(fields: Fields, n_vocab: int) -> tuple[int, ...]:
     ids = tuple(as_integer("stop_token_ids", v) for v in fields.array("stop_token_ids") or ())
+    if len(ids) > MAX_STOP_IDS:
+        raise bad_field(fields.name("stop_token_ids"), f"at most {MAX_STOP_IDS} are allowed, not {len(ids)}")
     for token_id in ids:
         if not 0 <= token_id < n_vocab:
             raise bad_field("stop_token_ids", f"token id {token_id} is outside the vocabulary of {n_vocab}")

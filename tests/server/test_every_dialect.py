@@ -66,3 +66,23 @@ async def test_a_client_that_leaves(client: Client, engine: FakeEngine, path: st
     request.cancel()
     await until(lambda: not engine.running)
     assert engine.cancelled == 1
+
+
+@pytest.mark.parametrize("path", TEXTS)
+async def test_stops_are_bounded(client: Client, engine: FakeEngine, path: str) -> None:
+    """Megabytes of a stop string, or of stop tokens, would keep everybody's steps waiting."""
+    engine.fills_in = True
+    name = {"/v1/messages": "stop_sequences"}.get(path, "stop")
+    stops: list[dict[str, Any]] = [{name: ["x" * 5000]}, {name: ["a"] * 17}]
+    if path != "/v1/messages":
+        stops.append({"stop_token_ids": [1] * 1025})
+    for wrong in stops:
+        given: dict[str, Any] = {"options": wrong} if path.startswith("/api/") else wrong
+        reply = await client.post(
+            path, {**LONG[path], **short(path), "max_tokens": 4, **given, "stream": False}
+        )
+        assert reply.status == 400 and not engine.submitted, reply.text
+        error = reply.json["error"]
+        message = error if isinstance(error, str) else error["message"]
+        prefix = "options." if path.startswith("/api/") else ""
+        assert message.startswith(f"{prefix}{next(iter(wrong))}: ") and "at most" in message

@@ -67,6 +67,7 @@ def _params(fields: Fields, n_vocab: int) -> SamplingParams:
     for i, stop in enumerate(stops):
         if not isinstance(stop, str) or not stop:
             raise wrong_type(f"stop_sequences[{i}]", "a string that is not empty", stop)
+    openai.check_stops("stop_sequences", stops)
     limit = fields.integer("max_tokens", low=1)
     return openai.sampling_params(Fields({**body, "stop": stops}), n_vocab, max_tokens=limit, logprobs=None)
 

@@ -46,9 +46,10 @@ SAMPLERS: dict[str, Schema] = {
     "top_p": number(0, 1),
     "min_p": number(0, 1),
 }
+STOP_TEXT: Schema = {**NAME, "maxLength": openai.MAX_STOP_CHARS}
 STOP: dict[str, Schema] = {
-    "stop": either(NAME, array(NAME, high=openai.MAX_STOPS)),
-    "stop_token_ids": TOKEN_IDS,
+    "stop": either(STOP_TEXT, array(STOP_TEXT, high=openai.MAX_STOPS)),
+    "stop_token_ids": {**TOKEN_IDS, "maxItems": openai.MAX_STOP_IDS},
     "ignore_eos": BOOLEAN,
 }
 LOGIT_BIAS: Schema = {

@@ -18,6 +18,7 @@ from hetero.server.openapi.fields import (
     RESPONSE_FORMAT,
     SAMPLERS,
     SAMPLING,
+    STOP_TEXT,
     STREAM,
     TEMPLATE,
     TOKEN_IDS,
@@ -127,7 +128,7 @@ _TOOL = body(
 _FORMAT = body({"type": enum("json_schema"), "schema": OBJECT}, {})
 _ANTHROPIC: dict[str, Schema] = {
     "model": MODEL, "system": _BLOCKS, **{name: SAMPLERS[name] for name in ("temperature", "top_p", "top_k")},
-    "stop_sequences": array(NAME, high=openai.MAX_STOPS), "tools": array(_TOOL),
+    "stop_sequences": array(STOP_TEXT, high=openai.MAX_STOPS), "tools": array(_TOOL),
     "tool_choice": body(
         {}, {"type": enum("auto", "any", "none", "tool"), "name": ANY, "disable_parallel_tool_use": BOOLEAN}
     ),
