@@ -10,6 +10,7 @@ import itertools
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from hetero.kv.capacity import missing_blocks
 from hetero.kv.groups import KVGroup
 from hetero.kv.manager import KVManager
 from hetero.kv.prefix_tree import common_length
@@ -183,3 +184,15 @@ def test_guesses_that_came_true_and_are_in_the_cache_are_taken_from_there() -> N
     other = world.begin([*path, 1])
     assert other.num_computed_tokens == 16 and other.block_tables[0][1:] == known.block_tables[0][1:]
     world.kv.check_invariants()
+
+
+def test_what_a_request_lacks_is_a_state_of_its_own() -> None:
+    world = World(6)
+    request = world.begin([1] * 9)
+    assert missing_blocks(world.kv, request, 10, SIZE) == [3, 1]
+    world.compute(request, 1000)
+    assert missing_blocks(world.kv, request, 10, SIZE) == [0, 0]
+    world.kv.release(request, cache=True)
+    follower = world.begin([1] * 8 + [2])
+    assert follower.num_computed_tokens == 8
+    assert missing_blocks(world.kv, follower, 10, SIZE) == [1, 1], "it begins where the cache has one"
