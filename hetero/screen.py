@@ -49,6 +49,7 @@ class StartScreen:
     start_seconds: float
     needs_key: bool
     open_to_network: bool
+    url_elsewhere: str = ""  # for other machines, where that is not `url`
     notes: tuple[str, ...] = ()
 
     @property
@@ -79,7 +80,8 @@ class StartScreen:
     def editor_lines(self) -> list[tuple[str, str]]:
         """(label, value) to paste into an editor or any OpenAI-compatible client."""
         key = "one of your API keys" if self.needs_key else "anything, such as x"
-        return [("base URL", f"{self.url}/v1"), ("model", self.model), ("API key", key)]
+        elsewhere = [("elsewhere", f"{self.url_elsewhere}/v1")] if self.url_elsewhere else []
+        return [("base URL", f"{self.url}/v1"), *elsewhere, ("model", self.model), ("API key", key)]
 
     @property
     def curl(self) -> str:

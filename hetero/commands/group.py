@@ -1,8 +1,9 @@
-"""What every command of hetero shares when its output cannot be written."""
+"""What every command of hetero does about an output that does not take everything."""
 
 from __future__ import annotations
 
 import errno
+import io
 import os
 import sys
 from pathlib import Path
@@ -14,12 +15,15 @@ FULL = {errno.ENOSPC, errno.EFBIG, errno.EIO, getattr(errno, "EDQUOT", errno.ENO
 
 
 class Commands(click.Group):
-    """A disk that is full is one line and exit code 1; an output that was closed takes nothing."""
+    """A disk that is full is one line and exit code 1; an output that was closed takes nothing; what the
+    output's encoding has no letters for is a question mark."""
 
     def invoke(self, ctx: click.Context) -> Any:
         for name in ("stdout", "stderr"):
             if getattr(sys, name) is None:  # whoever started this has closed it
                 setattr(sys, name, _nowhere())
+        if isinstance(sys.stdout, io.TextIOWrapper) and sys.stdout.errors == "strict":
+            sys.stdout.reconfigure(errors="replace")  # a model writes what no old code page has
         try:
             try:
                 return super().invoke(ctx)

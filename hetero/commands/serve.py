@@ -26,6 +26,9 @@ if TYPE_CHECKING:
     from hetero.prepare import Prepared
 
 
+EVERY_ADDRESS = ("0.0.0.0", "::", "")
+
+
 class PortError(Exception):
     """The address cannot be listened on: one line."""
 
@@ -114,7 +117,8 @@ def _start_screen(
     keys: tuple[str, ...],
     started: float,
 ) -> StartScreen:
-    info = engine.info
+    info, tls = engine.info, settings.tls_cert is not None
+    every = settings.host in EVERY_ADDRESS
     return StartScreen(
         model=info.name,
         family=info.architecture,
@@ -126,7 +130,8 @@ def _start_screen(
         ram_tokens=prepared.host.tokens,
         max_num_seqs=settings.max_num_seqs,
         placements=placements,
-        url=base_url(settings.host, settings.port, settings.tls_cert is not None),
+        url=base_url(settings.host, settings.port, tls),
+        url_elsewhere=base_url(socket.gethostname(), settings.port, tls) if every else "",
         start_seconds=time.monotonic() - started,
         needs_key=bool(keys),
         open_to_network=not is_loopback(settings.host),
@@ -137,7 +142,7 @@ def _start_screen(
 def base_url(host: str, port: int, tls: bool = False) -> str:
     """Where a client on this machine finds the server."""
     scheme = "https" if tls else "http"
-    if host in ("0.0.0.0", "::", ""):
+    if host in EVERY_ADDRESS:
         host = "127.0.0.1"
     return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"
 

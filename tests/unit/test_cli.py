@@ -162,6 +162,14 @@ def test_an_output_that_cannot_be_written(tmp_path: Path):
     assert done.stderr.startswith("hetero: the output cannot be written: ") and done.stderr.count("\n") == 1
 
 
+def test_an_output_that_lacks_a_letter(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
+    """As files and pipes have it on Windows."""
+    monkeypatch.setenv("PYTHONIOENCODING", "cp1252")
+    monkeypatch.setenv("HETERO_MODEL_NAME", "模型")
+    code, out, err, _ = hetero("serve", "--print-config")
+    assert (code, err) == (0, "") and "?? " in out
+
+
 @pytest.mark.skipif(os.name != "posix", reason="needs a shell")
 def test_an_output_that_was_closed():
     command = ["sh", "-c", f"exec {sys.executable} -m cli plan >&-"]
@@ -316,6 +324,7 @@ START = screen.StartScreen(
     start_seconds=1.5,
     needs_key=False,
     open_to_network=True,
+    url_elsewhere="http://office:8080",
 )
 
 
@@ -344,6 +353,7 @@ def test_start_screen_says_all(stream: io.StringIO, monkeypatch):
     wanted += [
         "CPU (2 threads)",
         "http://127.0.0.1:8080/v1",
+        "http://office:8080/v1",
         "curl http://127.0.0.1:8080/v1/chat",
         "--api-key",
     ]
