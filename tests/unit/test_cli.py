@@ -149,7 +149,7 @@ def test_a_taken_port():
 
 
 def test_a_trace_that_cannot_be_written(tmp_path: Path):
-    result = hetero("serve", "--trace", str(tmp_path), "--port", free_port())
+    result = hetero("serve", "--trace", str(tmp_path), "--port", str(free_port()))
     assert_one_line(result, "--trace", str(tmp_path))
 
 
