@@ -15,7 +15,6 @@ class UncachedKV(KVManager):
 
     def match(self, request: Request, *, load: bool = True, kept: int = 0) -> int:
         """See KVManager.match: nothing ever continues a request."""
-        self._cursor(request)
         return 0
 
     def match_tail(self, request: Request) -> list[BlockCopy]:

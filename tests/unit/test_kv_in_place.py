@@ -53,6 +53,17 @@ def test_a_conversation_behind_a_shared_beginning_takes_that_along(world: World)
     assert one_piece(back.block_tables[0])
 
 
+def test_where_nothing_can_be_moved_the_next_tokens_take_the_place_of_others() -> None:
+    world = World((None, 16), in_place=9)  # each of which may need one more
+    world.put([*SYSTEM, 1])
+    request = world.begin([*SYSTEM, 50, 51])
+    assert request.num_cached_tokens == 10 and request.block_tables[0] == [1, 2, 3]
+    world.compute(request)
+    assert request.block_tables[0] == [1, 2, 3]
+    world.end(request)
+    assert world.found([*SYSTEM, 1, 2]) == 10
+
+
 def test_a_beginning_that_others_are_using_stays_with_them() -> None:
     world = World((None, 200), in_place=2)
     first = world.begin(SYSTEM + TURN)
