@@ -39,10 +39,9 @@ def run(settings: Settings, prompt: str, choices: Choices, *, raw: bool) -> int:
     async def once(engine: AsyncEngine) -> None:
         if raw:
             tokens = await engine.text.tokenize(prompt)
-        elif not engine.info.has_chat_template:
-            raise GenerationError("this model has no chat template: use --raw, or give --chat-template FILE")
         else:
-            tokens = (await engine.text.chat([{"role": "user", "content": prompt}])).token_ids
+            _require_template(engine, "use --raw, or give")
+            tokens = await _prompt(engine, [{"role": "user", "content": prompt}])
         await _answer(engine, tokens, choices, 0)
 
     return _with_engine(settings, lambda runner, engine: runner.run(once(engine)))
@@ -53,10 +52,11 @@ def chat(settings: Settings, choices: Choices, system: str | None) -> int:
     messages = [{"role": "system", "content": system}] if system else []
 
     async def reply(engine: AsyncEngine) -> str:
-        tokens = (await engine.text.chat(messages)).token_ids
+        tokens = await _prompt(engine, messages)
         return await _answer(engine, tokens, choices, len(messages))
 
     def talk(runner: asyncio.Runner, engine: AsyncEngine) -> None:
+        _require_template(engine, "give")
         # Lines are read between runs of the event loop: a thread that waits for input cannot be stopped.
         while line := _read_line():
             messages.append({"role": "user", "content": line})
@@ -89,6 +89,19 @@ def _with_engine(settings: Settings, body: Callable[[asyncio.Runner, AsyncEngine
 
 async def _start(engine: AsyncEngine) -> None:
     engine.start()
+
+
+def _require_template(engine: AsyncEngine, remedy: str) -> None:
+    if not engine.info.has_chat_template:
+        raise GenerationError(f"this model has no chat template: {remedy} --chat-template FILE")
+
+
+async def _prompt(engine: AsyncEngine, messages: list[dict[str, str]]) -> list[int]:
+    """The conversation as tokens. GenerationError when the chat template does not do it."""
+    try:
+        return (await engine.text.chat(messages)).token_ids
+    except RequestError as exc:
+        raise GenerationError(f"the chat template refuses this: {exc.message}") from None
 
 
 async def _answer(engine: AsyncEngine, tokens: list[int], choices: Choices, turn: int) -> str:

@@ -122,6 +122,13 @@ def test_run_explains_a_model_without_template(gemma3_path: Path):
     assert done.returncode == 1 and "--raw" in done.stderr.splitlines()[-1]
 
 
+def test_a_chat_template_that_fails_is_named(tmp_path: Path):
+    (tmp_path / "bad.jinja").write_text("{{ nobody.name.first }}")
+    done = run("chat", "--chat-template", str(tmp_path / "bad.jinja"), text="Hello\n")
+    assert done.returncode == 1
+    assert done.stderr.splitlines()[-1].startswith("hetero: the chat template refuses")
+
+
 def test_a_chat_template_that_does_not_compile_is_one_line(tmp_path: Path):
     (tmp_path / "bad.jinja").write_text("{% for x in %}")
     done = run("run", "hello", "--chat-template", str(tmp_path / "bad.jinja"))
