@@ -90,7 +90,8 @@ def parser_for(
         schemas = {tool["function"]["name"]: tool["function"].get("parameters") or {} for tool in tools}
         parser = tool_parser(family, schemas, parallel)
     tags = tags_of(template)
-    return parser if tags is None else ReasoningParser(parser, tags, begun_in(prompt_tail, tags))
+    ends = family.ends_thought if tools else ()
+    return parser if tags is None else ReasoningParser(parser, tags, begun_in(prompt_tail, tags), ends)
 
 
 def marks_of(template: str, with_tools: bool) -> frozenset[str]:

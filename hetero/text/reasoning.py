@@ -38,10 +38,11 @@ class ReasoningParser:
     """Reasoning first, if any, then what `answer` makes of the rest. Blanks around reasoning are dropped, but
     no more than MAX_BLANKS before it, and the last MAX_BLANKS within."""
 
-    def __init__(self, answer: PartsParser, tags: tuple[str, str], begun: bool):
+    def __init__(self, answer: PartsParser, tags: tuple[str, str], begun: bool, ends: tuple[str, ...] = ()):
         self._answer = answer
         self._open, close = tags
-        self._finder = MarkFinder((close,))
+        self._close = close
+        self._finder = MarkFinder((close, *ends))
         self._state = self._thinking if begun else self._start
         self._held = ""  # the text of `_start`; blanks within the reasoning
         self._thought = False
@@ -90,7 +91,7 @@ class ReasoningParser:
         self._think(before, parts)
         if mark is not None:
             self._state = self._behind
-            parts += self._behind(rest)
+            parts += self._behind(rest if mark == self._close else mark + rest)
         return parts
 
     def _think(self, text: str, parts: list[Part]) -> None:

@@ -133,6 +133,9 @@ def test_reasoning_between_control_tokens(writer, compiler, monkeypatch):
     for token_id in writer.tokenizer.encode("I think {so", parse_special=False, add_special=False):
         assert grammar.accept(token_id)
     assert not grammar.fork().accept(end)
+    in_letters = writer.tokenizer.encode("<jupyter_code>", parse_special=False, add_special=False)
+    tried = grammar.fork()
+    assert not all(map(tried.accept, in_letters))  # who reads the text would take it for the token
     assert grammar.accept(close)
     ids, complete = writer.write(grammar, 0)
     assert complete

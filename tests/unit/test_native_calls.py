@@ -18,6 +18,7 @@ from hetero.text.tools.families import family_of
 from hetero.text.tools.forced import arguments_schemas, own_form
 from hetero.text.tools.lark import Inexpressible
 from hetero.text.tools.strings import string_forms
+from hetero.text.tools.types import json_of
 from tests.constrained import Writer
 from tests.scale import scaled
 from tests.schemas import schemas
@@ -337,3 +338,12 @@ def test_large_schemas_take_their_time_and_no_more(writer, compiler, name):
     ids, _ = writer.write(forced(compiler, name, many, several=True), 0, limit=10)
     assert len(ids) == 10
     assert time.perf_counter() - started < 60
+
+
+def test_numbers_keep_their_digits():
+    """And one that is too large for Python is a number all the same."""
+    assert json_of(" 1e999\n", frozenset({"number"})) == "1e999"
+    assert json_of("9" * 5000, frozenset({"integer"})) == "9" * 5000
+    assert json_of("1.50", frozenset({"number", "string"})) == "1.50"
+    assert json_of("1e999", frozenset({"string"})) == '"1e999"'
+    assert json_of("[" * 50_000, frozenset({"array"})) == json.dumps("[" * 50_000)

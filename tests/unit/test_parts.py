@@ -87,6 +87,76 @@ ANSWERS = {
         '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n\nDone. ',
         ("Done.", "", [NOW]),
     ),
+    "hermes, a bracket missing": (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": {}</tool_call>\n<tool_call>{"name": "now"</tool_call>',
+        ("", "", [NOW, NOW]),
+    ),
+    "hermes, brackets missing in the arguments": (
+        HERMES,
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "Paris", "options": {"a": [1</tool_call>ok',
+        ("ok", "", [("get_weather", {"city": "Paris", "options": {"a": [1]}})]),
+    ),
+    "hermes, a bracket too many": (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": {}}}</tool_call>\nok',
+        ("ok", "", [NOW]),
+    ),
+    "hermes, code behind": (
+        HERMES,
+        '<tool_call>{"name": "now", "arguments": {}}</tool_call>\n`x` or\n```\ny\n```',
+        ("`x` or\n```\ny\n```", "", [NOW]),
+    ),
+    "hermes, line breaks in strings": (
+        HERMES,
+        '<tool_call>{"name": "get_weather", "arguments": {"city": "a\n\tb\\\nc\\\\"}}</tool_call>',
+        ("", "", [("get_weather", {"city": "a\n\tb\nc\\"})]),
+    ),
+    "generic, fenced": (GENERIC, '```json\n{"name": "now", "arguments": {}}\n```\nok', ("ok", "", [NOW])),
+    "qwen-coder, other types": (
+        CODER,
+        '<tool_call><function=get_weather><parameter=days>"5"</parameter><parameter=options>'
+        "{'a': [True, None, 'x\\d']}</parameter></function></tool_call>"
+        "<tool_call><function=get_weather><parameter=days>5.0</parameter><parameter=units>1e999</parameter>"
+        "</function></tool_call>",
+        (
+            "",
+            "",
+            [
+                ("get_weather", {"days": 5, "options": {"a": [True, None, "x\\d"]}}),
+                ("get_weather", {"days": 5, "units": "1e999"}),
+            ],
+        ),
+    ),
+    "qwen-coder, a closing tag in JSON": (
+        CODER,
+        '<tool_call><function=get_weather><parameter=options>{"a": "</parameter></function>"}</parameter>'
+        "</function></tool_call>",
+        ("", "", [("get_weather", {"options": {"a": "</parameter></function>"}})]),
+    ),
+    "qwen-coder, a closing tag behind a quote": (
+        CODER,
+        '<tool_call><function=get_weather>\n<parameter=options>{"a": "b</parameter>\n'
+        '<parameter=units>"c</parameter>\n<parameter=city>x</parameter></function></tool_call>ok',
+        ("ok", "", [("get_weather", {"options": '{"a": "b', "units": '"c', "city": "x"})]),
+    ),
+    "glm, a closing tag behind a quote, to the end": (
+        GLM,
+        '<think></think><tool_call>get_weather<arg_key>options</arg_key><arg_value>["b</arg_value>'
+        "<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>",
+        ("", "", [("get_weather", {"options": '["b', "city": "x"})]),
+    ),
+    "kimi, thoughts that do not end": (
+        KIMI + "<think></think>",
+        "<think>hm<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"
+        "{}<|tool_call_end|><|tool_calls_section_end|>",
+        ("", "hm", [NOW]),
+    ),
+    "gemma, marks in JSON's strings": (
+        GEMMA,
+        '<|tool_call>call:get_weather{"city":"<|x\n<|\\"|>",days:3}<tool_call|>',
+        ("", "", [("get_weather", {"city": '<|x\n<|"|>', "days": 3})]),
+    ),
     "qwen3": (
         QWEN3,
         '<think>\nThey ask for <tool_call>s.\n</think>\n\n<tool_call>\n{"name": "now", "arguments": {}}\n'

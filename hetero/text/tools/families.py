@@ -22,6 +22,7 @@ class Family:
     closers, dropped   see ToolParser
     headers     what stands between a name and its arguments
     bare        an answer may be calls alone, without a mark
+    ends_thought   marks at which models of the family stop to reason without saying so
 
     and for calls that are forced ({NAME} stands for the name as JSON, {name} for the name itself):
 
@@ -36,6 +37,7 @@ class Family:
     dropped: tuple[str, ...] = ()
     headers: tuple[str, ...] = ()
     bare: bool = False
+    ends_thought: tuple[str, ...] = ()
     begin: str = ""
     call: str = ""
     after: str = ""
@@ -117,6 +119,7 @@ FAMILIES = (
         ("<|tool_call_end|>",),
         ("<|tool_calls_section_begin|>", "<|tool_calls_section_end|>"),
         headers=("<|tool_call_argument_begin|>",),
+        ends_thought=("<|tool_calls_section_begin|>",),
         begin="<|tool_calls_section_begin|>",
         call="<|tool_call_begin|>functions.{name}:0<|tool_call_argument_begin|>",
         after="<|tool_call_end|>",

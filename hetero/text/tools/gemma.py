@@ -63,8 +63,8 @@ class GemmaCall:
                 self._quoted = None
             return rest
         if self._string is not None:
-            end = self._string.push(text)
-            pieces.append(text[:end])
+            piece, end = self._string.read(text)
+            pieces.append(piece)
             if self._string.done:
                 self._string = None
             return text[end:]

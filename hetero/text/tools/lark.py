@@ -61,7 +61,7 @@ class LarkWriter:
     def text_until(self, mark: str) -> str:
         """Any text and then the mark."""
         if self._token(mark) is not None:
-            return f"{self._named(ANY_TEXT, 'TEXT', '')} {self.write(mark)}"
+            return self.text_without(mark)  # not even in other tokens: who reads the text sees no tokens
         return self._named(f"/(?s:.*){re.escape(mark).replace('/', chr(92) + '/')}/", "text", "[lazy]")
 
     def text_without(self, mark: str, behind: str = "", forms: Sequence[str] = ()) -> str:

@@ -12,7 +12,8 @@ from hetero.text.tools.readers import Name, Reader
 from hetero.text.tools.scan import MAX_BLANKS, MarkFinder, split_blanks
 
 Readers = Mapping[str, Callable[[], Reader]]  # what begins a call, and who reads what follows
-BETWEEN = " \t\r\n;,`"  # what separates calls, or is left of a fenced block
+BETWEEN = " \t\r\n;,`}]"  # what separates calls, or is left of a fenced block, or one bracket too many
+MAX_BETWEEN = 64
 _SOME = rf"\s{{0,{MAX_BLANKS}}}"
 _START = re.compile(rf"{_SOME}(?:```(?:json)?{_SOME})?(?=[{{\[])")
 _MAY_START = re.compile(rf"{_SOME}(?:`{{0,2}}|```(?:{_SOME}|j|js|jso|json{_SOME}))")
@@ -121,7 +122,8 @@ class ToolParser:
         assert not self._raw or self._state in (self._start, self._after)
         assert len(self._raw) <= 2 * MAX_BLANKS + len("```json")
         if self._state == self._after:
-            assert not self._raw or any(closer.startswith(self._raw) for closer in self._closers)
+            behind = self._raw.lstrip(BETWEEN)
+            assert not behind or any(closer.startswith(behind) for closer in self._closers)
 
     def _say(self, text: str, parts: list[Part]) -> None:
         said, self._blanks = split_blanks(self._blanks + text)
@@ -177,16 +179,18 @@ class ToolParser:
 
     def _after(self, text: str, parts: list[Part]) -> str | None:
         """Behind a call: its closing mark, another call without an opening mark, or something else."""
-        text = (self._raw + text).lstrip(BETWEEN)
+        text = self._raw + text
+        behind = text.lstrip(BETWEEN)
+        between = text[: len(text) - len(behind)].lstrip()[-MAX_BETWEEN:]
         self._raw = ""
         for closer in self._closers:
-            if text.startswith(closer):
-                return text[len(closer) :]
-        if not text or any(closer.startswith(text) for closer in self._closers):
-            self._raw = text
+            if behind.startswith(closer):
+                return behind[len(closer) :]
+        if not behind or any(closer.startswith(behind) for closer in self._closers):
+            self._raw = between + behind
             return None
-        if text[:1] in ("{", "["):
+        if behind[:1] in ("{", "["):
             self._open(self._make, "")
-            return text
+            return behind
         self._state = self._text
-        return text
+        return between.removeprefix("```").lstrip() + behind

@@ -106,17 +106,23 @@ class JsonCalls:
             self._value = JsonValue()
             return at
         else:
-            self.failed = True
+            self._fail(events)
+            return at
         return at + 1
 
+    def _fail(self, events: list[Event]) -> None:
+        self.failed = True
+        if self._name is not None and not self._has_arguments:
+            events.append(Arguments("{}"))
+
     def _read(self, value: JsonValue, text: str, at: int, events: list[Event]) -> int:
-        end = value.push(text, at)
+        piece, end = value.read(text, at)
         is_arguments = self._wants == "value" and self._key in ARGUMENT_KEYS
         if is_arguments and self._name is not None and value.first == "{":
             self._has_arguments = True
-            events.append(Arguments(text[at:end]))
+            events.append(Arguments(piece))
         else:
-            self._pieces.append(text[at:end])
+            self._pieces.append(piece)
         if value.done:
             self._value = None
             read, self._pieces = "".join(self._pieces), []
@@ -196,9 +202,9 @@ class NamedCall:
                 return events, ""
             events.append(Name(name))
             self._value, text = JsonValue(), brace + text
-        end = self._value.push(text)
-        if end:
-            events.append(Arguments(text[:end]))
+        piece, end = self._value.read(text)
+        if piece:
+            events.append(Arguments(piece))
         self.done = self._value.done
         return events, text[end:]
 

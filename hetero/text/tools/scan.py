@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Iterable
 
 MAX_BLANKS = 1024  # that wait for what follows them; models have been seen to write nothing else
-_STRING_END = re.compile(r'["\\\n]')
-_STRUCTURE = re.compile(r'["{}\[\],]|\s')
+_STRING_END = re.compile(r'["\\\x00-\x1f]')
+_STRUCTURE = re.compile(r'["{}\[\],<]|\s')
+_LETTERS = {"\n": "n", "\r": "r", "\t": "t", "\b": "b", "\f": "f"}  # behind a backslash
 
 
 def split_blanks(text: str) -> tuple[str, str]:
@@ -61,13 +63,16 @@ class JsonValue:
     """Finds the end of one JSON value, the first character of which is pushed first.
 
     Looks at brackets and strings only: whether it is JSON at all is for its reader to find out. `torn`: a
-    string holds a line break, which none in JSON does.
+    string holds a control character, a line break for one, as none in JSON does. A mark of the kind <…> ends
+    the value too, outside of strings; `missing` are then the brackets that were left open.
     """
 
     def __init__(self) -> None:
         self.done = self.torn = False
         self.first = ""
-        self._depth = 0
+        self.missing = ""
+        self._open: list[str] = []  # what closes the brackets around the place
+        self._controls: list[tuple[int, str]] = []  # of the text pushed last: where in strings, what instead
         self._in_string = False
         self._escaped = False
 
@@ -77,6 +82,7 @@ class JsonValue:
 
     def push(self, text: str, at: int = 0) -> int:
         """Where the value ends in `text`, read from `at`; len(text) if it goes on, or is `done` there."""
+        self._controls = []
         while at < len(text) and not self.done:
             if not self.first:
                 self.first = text[at]
@@ -91,29 +97,48 @@ class JsonValue:
             if char == '"':
                 self._in_string = True
             elif char in "{[":
-                self._depth += 1
-            elif self._depth == 0:  # a number or word has ended before this character
+                self._open.append("}" if char == "{" else "]")
+            elif not self._open:  # a number or word has ended before this character
                 self.done = True
                 return at
+            elif char == "<":
+                self.done, self.missing = True, "".join(reversed(self._open))
+                return at
             elif char in "}]":
-                self._depth -= 1
-                self.done = self._depth == 0
+                self._open.pop()
+                self.done = not self._open
             at += 1
         return at
+
+    def read(self, text: str, at: int = 0) -> tuple[str, int]:
+        """(the part of `text`, read from `at`, that belongs to the value, where it ends): as `push`, but with
+        control characters in strings escaped and brackets that were left open closed."""
+        end = self.push(text, at)
+        if not self._controls:
+            return text[at:end] + self.missing, end
+        pieces = []
+        for place, instead in self._controls:
+            pieces += [text[at:place], instead]
+            at = place + 1
+        return "".join((*pieces, text[at:end], self.missing)), end
 
     def _string(self, text: str, at: int) -> int:
         if self._escaped:
             self._escaped = False
-            self.torn |= text[at] == "\n"
+            if text[at] in _LETTERS:
+                self.torn = True
+                self._controls.append((at, _LETTERS[text[at]]))
             return at + 1
         found = _STRING_END.search(text, at)
         if found is None:
             return len(text)
-        if found.group() == "\\":
+        char = found.group()
+        if char == "\\":
             self._escaped = True
-        elif found.group() == "\n":
-            self.torn = True
-        else:
+        elif char == '"':
             self._in_string = False
-            self.done = self._depth == 0
+            self.done = not self._open
+        else:
+            self.torn = True
+            self._controls.append((found.start(), json.dumps(char)[1:-1]))
         return found.end()

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import ast
 import json
+import math
+import re
+import warnings
 from collections.abc import Mapping
 from typing import Any, NoReturn
 
@@ -11,6 +15,8 @@ _TYPES: dict[type, tuple[str, ...]] = {
     list: ("array",), dict: ("object",), type(None): ("null",),
 }  # fmt: skip
 ALL_TYPES = frozenset(name for names in _TYPES.values() for name in names)
+_NUMBER = re.compile(r"\s*(-?(?:0|[1-9][0-9]*)((?:\.[0-9]+)?(?:[eE][+-]?[0-9]+)?))\s*")
+MAX_PYTHON_CHARS = 20_000
 MAX_HOPS = 8  # from reference to reference, and union in union
 
 
@@ -68,14 +74,52 @@ def _types_of(schema: Any, root: Mapping[str, Any], known: dict[str, frozenset[s
 
 
 def json_of(text: str, types: frozenset[str]) -> str:
-    """A parameter's text as JSON: what it is as JSON if that is of one of the types, else a string."""
-    try:
-        value = json.loads(text, parse_constant=_refuse)
-    except (ValueError, RecursionError):
-        value = {"True": True, "False": False, "None": None}.get(text.strip(), text)
-    if not types.intersection(_TYPES[type(value)]) and "string" in types:
-        value = text
+    """A parameter's text as JSON: what it is as JSON if that is of one of the types, else a string.
+
+    Where it may be none, what a string holds is tried too, and what Python reads: "5" for 5, {'a': True}.
+    """
+    number = _NUMBER.fullmatch(text)
+    if number and (types & {"number"} or (types & {"integer"} and not number[2])):
+        return number[1]  # with all its digits
+    value = _value(text)
+    if isinstance(value, float) and value.is_integer() and types & {"integer", "number"} == {"integer"}:
+        value = int(value)
+    if types.intersection(_TYPES[type(value)]):
+        return json.dumps(value, ensure_ascii=False)
+    if "string" in types:
+        return json.dumps(text, ensure_ascii=False)
+    if isinstance(value, str):
+        for inner in (_value(value), _python_value(value)):
+            if not isinstance(inner, str) and types.intersection(_TYPES[type(inner)]):
+                return json.dumps(inner, ensure_ascii=False)
     return json.dumps(value, ensure_ascii=False)
+
+
+def _value(text: str) -> Any:
+    try:
+        return json.loads(text, parse_constant=_refuse, parse_float=_finite)
+    except (ValueError, RecursionError):
+        return {"True": True, "False": False, "None": None}.get(text.strip(), text)
+
+
+def _python_value(text: str) -> Any:
+    """Seed-OSS's template shows lists and objects as Python prints them."""
+    if len(text) > MAX_PYTHON_CHARS or text.strip()[:1] not in ("[", "{"):
+        return text
+    try:
+        with warnings.catch_warnings(action="ignore"):  # of escapes that are none
+            value = ast.literal_eval(text.strip())
+        json.dumps(value, allow_nan=False)
+    except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+        return text
+    return value if isinstance(value, (list, dict)) else text
+
+
+def _finite(text: str) -> float:
+    value = float(text)
+    if not math.isfinite(value):
+        raise ValueError("too large")
+    return value
 
 
 def _refuse(name: str) -> NoReturn:
