@@ -15,12 +15,16 @@ from hetero.kv.prefix_tree import Node, chain_key
 
 def test_what_left_comes_back_instead_of_being_computed() -> None:
     world = World(blocks=5, slots=20)
+    world.kv.host.block_bytes = (3,)
     for tokens in (A, B):
         assert world.put(tokens).num_cached_tokens == 0
     assert world.moves() == (4, 0)
     request = world.put(A)
     assert request.num_cached_tokens == 16 and request.tier_tokens == {"host": 16}
     assert world.moves() == (8, 4)
+    counters = world.kv.host.counters
+    assert (counters.spilled_blocks, counters.loaded_blocks, counters.left_device) == (8, 4, 8)
+    assert (counters.spilled_bytes, counters.loaded_bytes) == (8 * 3, 4 * 3)
     computed = [sum(step.num_scheduled_tokens) for step in world.steps[-2:]]
     assert computed == [0, 1], "a step of moves alone, then the last token"
     assert world.s.counters.tokens_from() == {"device": 0, "host": 16, "computed": 17 + 17 + 1}
