@@ -109,7 +109,8 @@ class ChatTemplate:
 
         A control token is never read across the border of two segments: borders lie inside whatever
         looks like one in a message. With `continue_final_message` the prompt ends with the content
-        of the last message, to be continued. Takes at most about 2 s; raises TemplateError.
+        of the last message, to be continued. Takes at most about 2 s, twice that where a call was cut off;
+        raises TemplateError.
         """
         if self._template is None:
             raise TemplateError(self.error)
@@ -133,7 +134,13 @@ class ChatTemplate:
             "documents": marked["kwargs"].get("documents"),
             "add_generation_prompt": add_generation_prompt,
         }
-        text = self._run(variables)
+        try:
+            text = self._run(variables)
+        except TemplateError:
+            whole = _with_whole_calls(variables["messages"])
+            if whole is None:
+                raise
+            text = self._run({**variables, "messages": whole})
         if end:
             text, found, _ = text.rpartition(end)
             if not found:
@@ -237,7 +244,7 @@ def _parsed_call(call: Any) -> Any:
     function = call.get("function") if isinstance(call, Mapping) else None
     if not isinstance(function, Mapping) or not isinstance(function.get("arguments"), str):
         return call
-    arguments = function["arguments"]
+    arguments = function["arguments"] or "{}"  # some clients' way to say that there are none
     try:
         value = json.loads(arguments)
     except (ValueError, RecursionError):
@@ -245,6 +252,24 @@ def _parsed_call(call: Any) -> Any:
     if not isinstance(value, dict):
         return call
     return {**call, "function": {**function, "arguments": ToolArguments(arguments, value)}}
+
+
+def _with_whole_calls(messages: Sequence[Mapping[str, Any]]) -> list[dict[str, Any]] | None:
+    """The messages with no arguments in calls whose arguments are no object: those of a call that was cut
+    off, for one, which a template that looks inside cannot show. None if there are no such calls."""
+    shown, found = [], False
+    for message in messages:
+        calls = message.get("tool_calls")
+        whole: list[Any] = []
+        for call in calls if isinstance(calls, list) else ():
+            function = call.get("function") if isinstance(call, Mapping) else None
+            if isinstance(function, Mapping) and not isinstance(function.get("arguments"), Mapping):
+                source = function.get("arguments")
+                empty = ToolArguments(source if isinstance(source, str) else "{}", {})
+                call, found = {**call, "function": {**function, "arguments": empty}}, True
+            whole.append(call)
+        shown.append({**message, "tool_calls": whole} if whole else dict(message))
+    return shown if found else None
 
 
 def _unused_noncharacters(value: Any) -> tuple[str, str]:

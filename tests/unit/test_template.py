@@ -227,6 +227,14 @@ def test_tool_calls():
     for bad in ("{", "[1]", "x"):
         call["function"]["arguments"] = bad
         assert render(source + "{{ f.arguments }}", messages) == f"|{bad}"
+        for inside in ("f.arguments.items()", "f.arguments | items"):  # a call that was cut off, sent back
+            items = source + f"{{% for k, v in {inside} %}}{{{{ k }}}}{{% endfor %}}{{{{ f.name }}}}"
+            assert render(items, messages) == "|f"
+    for nothing in ("", None):
+        call["function"]["arguments"] = nothing
+        assert render(source + "{% for k, v in f.arguments.items() %}x{% endfor %}", messages) == "|"
+    with pytest.raises(TemplateError, match="refused"):
+        render("{{ raise_exception('refused') }}", messages)
     tools = [{"type": "function", "function": {"name": "f", "parameters": {}}}]
     assert render("{{ tools[0].function.name }}{{ tools | length }}", tools=tools) == "f1"
 
