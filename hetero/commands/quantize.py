@@ -5,16 +5,13 @@ from __future__ import annotations
 import dataclasses
 import json
 import re
-import signal
-import threading
 import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from hetero.commands.inspect import fail, print_table
+from hetero.commands.signals import ending_on_sigterm
 from hetero.models import ModelError, resolve
 from hetero.plan.devices import usable_cores
 from hetero.quantizer import (
@@ -61,7 +58,7 @@ def quantize(request: Request) -> int:
     """Quantize, or with `dry_run` only say how. Exit code 1, and one line, on failure; 2 for bad usage."""
     try:
         ftype, overrides = _types(request)
-        with _ending_on_sigterm():
+        with ending_on_sigterm():
             return _quantize(request, ftype, overrides)
     except UsageError as exc:
         fail(exc)
@@ -236,20 +233,3 @@ def _print_json(request: Request, path: Path, plan: Plan, notes: list[str]) -> N
         "notes": notes,
     }
     print(json.dumps(table, indent=2, ensure_ascii=False))
-
-
-@contextmanager
-def _ending_on_sigterm() -> Iterator[None]:
-    """SIGTERM cleans up like Ctrl-C. Only the main thread may say so."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-
-    def interrupt(number: int, frame: Any) -> None:
-        raise KeyboardInterrupt
-
-    before = signal.signal(signal.SIGTERM, interrupt)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)

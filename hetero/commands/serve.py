@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from hetero.commands.inspect import fail, print_table
+from hetero.commands.signals import Terminated, ending_on_sigterm
 from hetero.config import Loaded, describe
 from hetero.files import unreadable
 from hetero.screen import Placement, StartScreen, loading, show_start
@@ -58,7 +59,7 @@ def serve(settings: Settings) -> int:
         with contextlib.ExitStack() as held:  # the port, so that nobody takes it while the model loads
             for sock in bind(settings.host, settings.port):
                 held.enter_context(sock)
-            with loading() as progress:
+            with ending_on_sigterm(), loading() as progress:
                 prepared = prepare(settings, progress)
                 require_fit(prepared)
                 engine, placements = load(prepared, settings, progress)
@@ -74,6 +75,8 @@ def serve(settings: Settings) -> int:
         asyncio.run(_serve(engine, settings, keys, tls, show))
     except (PortError, LaunchError) as exc:
         return fail(exc)
+    except Terminated:
+        return 0
     except KeyboardInterrupt:  # while loading; later the server drains
         return 1
     return 0

@@ -103,6 +103,16 @@ def test_sigterm_ends_it_cleanly(server):  # the last test of the module: it sto
     assert "Traceback" not in (folder / "err").read_text()
 
 
+@pytest.mark.skipif(os.name == "nt", reason="no SIGTERM on Windows")
+def test_sigterm_while_it_loads_ends_it_cleanly():
+    command = [*COMMAND, "serve", "--port", str(free_port())]
+    with subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True) as process:
+        assert "reading the vocabulary" in process.stderr.readline()
+        process.send_signal(signal.SIGTERM)
+        assert process.wait(30) == 0
+        assert "Traceback" not in process.stderr.read()
+
+
 def run(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [*COMMAND, *arguments, *SMALL], cwd=ROOT, capture_output=True, text=True, input=text, timeout=240
