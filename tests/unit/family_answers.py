@@ -128,6 +128,12 @@ ANSWERS = {
         "<arg_key>city</arg_key><arg_value>x</arg_value></tool_call>",
         ("", "", [("get_weather", {"options": '["b', "city": "x"})]),
     ),
+    "harmony, line breaks in strings": (
+        HARMONY,
+        '<|channel|>commentary to=functions.get_weather<|message|>{"city": "a\nb"}\n<|call|>'
+        "<|start|>assistant<|channel|>commentary to=functions.now<|message|> <|call|>",
+        ("", "", [("get_weather", {"city": "a\nb"}), NOW]),
+    ),
     "kimi, thoughts that do not end": (
         KIMI + "<think></think>",
         "<think>hm<|tool_calls_section_begin|><|tool_call_begin|>functions.now:0<|tool_call_argument_begin|>"

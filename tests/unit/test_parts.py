@@ -204,3 +204,14 @@ def test_what_a_model_can_do(template, wanted):
 def test_marks_are_shown_only_to_a_parser_that_looks_for_them():
     assert "<|python_tag|>" in marks_of(LLAMA3, True) and not marks_of(LLAMA3, False)
     assert "<|channel|>" in marks_of(HARMONY, False) and "</think>" in marks_of(QWEN3, False)
+
+
+@pytest.mark.parametrize("tail", ["<|end|>x", "<|message|>x", "<|messag"])
+def test_a_header_without_end_is_text_wherever_it_is_cut(tail):
+    text = "a" * 510 + tail
+    found = []
+    for cut in (0, 491, 505, 513, len(text)):
+        parser = parser_for(HARMONY, TOOLS, "<|start|>assistant")
+        parts = [*parser.push(text[:cut]), *parser.push(text[cut:]), *parser.finish()]
+        found.append("".join(part.text for part in parts if isinstance(part, TextPart)))
+    assert len(set(found)) == 1 and found[0].startswith("assistant" + "a" * 510)

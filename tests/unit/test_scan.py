@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -44,3 +45,13 @@ def test_the_end_of_a_value_is_found_wherever_it_is_cut(value, behind, indent, d
         if not reader.done:
             read_text += all_text[start : reader.push(all_text[:end], start)]
     assert reader.done and read_text == text
+
+
+@pytest.mark.parametrize("size", [1, 2, 99])
+def test_what_is_no_json_is_mended(size):
+    text, reader, read = '{"a\n": ["\\\t\x01<", {"b": 1\n</call>', JsonValue(), ""
+    for at in range(0, len(text), size):
+        read += reader.read(text[at : at + size])[0]
+    assert json.loads(read) == {"a\n": ["\t\x01<", {"b": 1}]}
+    assert reader.done and reader.torn and reader.missing == "}]}"
+    assert reader.read("}") == ("", 0)

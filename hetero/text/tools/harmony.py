@@ -15,7 +15,7 @@ from typing import Any
 from hetero.text.parts import Part, ReasoningPart, TextPart
 from hetero.text.tools.parser import Calls, new_call_id
 from hetero.text.tools.readers import Arguments, Name
-from hetero.text.tools.scan import MarkFinder
+from hetero.text.tools.scan import JsonValue, MarkFinder
 
 # Their template calls `thinking` what others call `reasoning_content`, and wants it with calls alone.
 REASONING_KEYS = ("reasoning_content", "reasoning")
@@ -44,6 +44,7 @@ class HarmonyParser:
         self._kind = ""  # of the message being read: text, reasoning or call; "" in a header
         self._header = ""
         self._empty = True
+        self._value: JsonValue | None = None  # a call's arguments, where they are an object
         self._finder = MarkFinder((MESSAGE,))
         _, found, begun = prompt_tail.rpartition(START)
         if found:
@@ -67,13 +68,12 @@ class HarmonyParser:
                     self._end(parts)
                 continue
             self._header += before
-            if mark is not None:
+            if len(self._header) > MAX_HEADER_CHARS:  # not the format at all
+                text = self._header + (mark or self._finder.finish()) + text
+                self._header, self._kind, self._empty = "", "text", True
+                self._finder, mark = MarkFinder(ENDS), ""
+            elif mark is not None:
                 self._begin(parts)
-            elif len(self._header) > MAX_HEADER_CHARS:  # not the format at all
-                header, self._header = self._header, ""
-                self._kind, self._empty = "text", True
-                self._finder = MarkFinder(ENDS)
-                self._say(header, parts)
         return parts
 
     def finish(self) -> list[Part]:
@@ -108,8 +108,11 @@ class HarmonyParser:
             text = text.lstrip()
         if not text:
             return
+        if self._kind == "call" and self._empty:  # not so for tools that take code as it is
+            self._value = JsonValue() if text[0] == "{" else None
         self._empty = False
         if self._kind == "call":
+            text = text if self._value is None else self._value.read(text)[0]
             parts += self._calls.parts([Arguments(text)])
         else:
             parts.append(ReasoningPart(text) if self._kind == "reasoning" else TextPart(text))

@@ -113,9 +113,9 @@ class JsonValue:
     def read(self, text: str, at: int = 0) -> tuple[str, int]:
         """(the part of `text`, read from `at`, that belongs to the value, where it ends): as `push`, but with
         control characters in strings escaped and brackets that were left open closed."""
+        if self.done:
+            return "", at
         end = self.push(text, at)
-        if not self._controls:
-            return text[at:end] + self.missing, end
         pieces = []
         for place, instead in self._controls:
             pieces += [text[at:place], instead]
