@@ -312,8 +312,9 @@ def _model_info(
     from hetero.async_engine import ModelInfo
     from hetero.embedding import pooling_of
 
+    name = settings.model_name or prepared.model.name
     return ModelInfo(
-        name=settings.model_name or prepared.model.name,
+        name=name.encode("utf-8", "replace").decode(),  # a file may be called what no text can say
         architecture=prepared.gguf.architecture,
         n_ctx=n_ctx,
         n_vocab=prepared.config.n_vocab,

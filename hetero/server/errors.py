@@ -78,7 +78,7 @@ encode = json.JSONEncoder(ensure_ascii=False, separators=(",", ":")).encode
 
 def json_response(body: Any, *, status: int = 200, headers: Mapping[str, str] | None = None) -> web.Response:
     return web.Response(
-        body=encode(body).encode(),
+        body=encode(body).encode("utf-8", "replace"),  # paths of files may hold what no text can
         status=status,
         headers=headers,
         content_type="application/json",

@@ -32,10 +32,14 @@ def get(url: str, body: dict | None = None, headers: dict | None = None) -> dict
 def server(smollm2_path: Path, tmp_path_factory) -> Iterator[tuple[subprocess.Popen, str, Path]]:
     folder = tmp_path_factory.mktemp("serve")
     (folder / "keys").write_text("sesame\n")
+    model = smollm2_path
+    if sys.platform == "linux":  # where a file's name need not be text
+        model = folder / os.fsdecode(b"odd \xff.gguf")
+        model.symlink_to(smollm2_path)
     port = free_port()
     out = folder / "out"
     with out.open("wb") as stdout, (folder / "err").open("wb") as stderr:
-        arguments = ["serve", str(smollm2_path), "--port", str(port), "--model-name", "tiny", *SMALL]
+        arguments = ["serve", str(model), "--port", str(port), "--model-name", "tiny", *SMALL]
         process = subprocess.Popen(
             [*COMMAND, *arguments, "--api-key-file", str(folder / "keys")],
             cwd=ROOT,
@@ -67,6 +71,7 @@ def test_it_answers_with_its_settings(server):
     assert answer["model"] == "tiny" and answer["usage"]["completion_tokens"] == 4
     model = get(f"{base}/v1/models", headers=key)["data"][0]
     assert (model["id"], model["meta"]["n_ctx"], model["meta"]["n_params"]) == ("tiny", 2048, 134_515_008)
+    assert get(f"{base}/status", headers=key)["ok"]
     with pytest.raises(urllib.error.HTTPError, match="401"):
         get(f"{base}/v1/models")
 
