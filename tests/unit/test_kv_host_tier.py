@@ -261,3 +261,21 @@ def test_a_tier_below_copies_out_and_inserts() -> None:
     assert listener.nodes == [] and insert(world.kv, node, (8,) * 4, {}) is None
     all_slots = [reserve(world.kv, [0]) for _ in range(9)]
     assert all_slots[-1] is None and None not in all_slots[:-1]
+
+
+def test_what_somebody_is_at_stays_and_the_next_gives_way() -> None:
+    world = World(blocks=8, slots=4)
+    ends = []
+    for token in (1, 2):
+        node: Node | None = world.kv.tree.root
+        for _ in range(2):
+            slots = reserve(world.kv, [0])
+            assert node is not None and slots is not None
+            node = insert(world.kv, node, (token,) * SIZE, slots)
+            let_go(world.kv, slots)
+        assert node is not None
+        ends.append(node)
+    held = hold(world.kv, ends[0])
+    slot = ends[1].slots[0]
+    assert reserve(world.kv, [0]) == {0: slot} and not world.kv.tree.attached(ends[1])
+    assert ends[0].slots == [held[0]]
