@@ -75,7 +75,8 @@ def load(
             raise SettingError(f"{source}: {exc}") from None
         sources[name] = origin
     if values["kv_tokens"] and values["kv_memory"]:
-        raise SettingError("--kv-tokens and --kv-memory size the same cache: set one of them")
+        both = [f"{flag_name(name)} ({sources[name]})" for name in ("kv_tokens", "kv_memory")]
+        raise SettingError(f"{' and '.join(both)} size the same cache: set one of them")
     has_keys = values["api_key"] or values["api_key_file"]
     for name in ("cache_scope", "spec_scope"):
         if values[name] == "key" and not has_keys:

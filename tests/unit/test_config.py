@@ -157,7 +157,12 @@ def test_not_sizes(text: str):
         ({}, {}, "max-num-seq = 3", ["hetero.toml", "'max-num-seq'", "'max_num_seqs'"]),
         ({}, {}, "port = = 1", ["hetero.toml", "line 1"]),
         ({}, {}, "[server]\nport = 1", ["hetero.toml", "'server'", "--print-config"]),
-        ({"kv_tokens": "100", "kv_memory": "1G"}, {}, "", ["--kv-tokens", "--kv-memory"]),
+        (
+            {"kv_tokens": "100"},
+            {"HETERO_KV_MEMORY": "1G"},
+            "",
+            ["--kv-tokens (command line) and --kv-memory (HETERO_KV_MEMORY)"],
+        ),
     ],
 )
 def test_errors_name_the_setting_and_its_source(flags, env, toml, words):
