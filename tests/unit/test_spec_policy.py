@@ -27,8 +27,8 @@ def test_costs_are_learnt_and_lie_on_lines_between_what_was_measured():
 
 def test_unknown_costs_are_guessed_low_enough_to_be_tried():
     cost = learnt(StepCost(), lambda n: 10.0, sizes=(2,))
-    few, many = cost.estimate(1, 10)[[0, 9]]
-    assert few < 10 < many < 20
+    doubling = policy.FREE_TOKENS + 2
+    assert cost.estimate(1, 10) == pytest.approx(10 * (policy.FREE_TOKENS + np.arange(1, 11)) / doubling)
 
 
 def test_a_change_at_one_size_is_expected_at_the_others():
@@ -207,3 +207,14 @@ def test_what_lies_next_to_each_other_differs_by_chance():
     steps = np.diff(cost.estimate(9, 4))
     assert (steps >= 0.25 - 1e-9).all(), "half of what a token costs between 1 and 9"
     assert cost.is_settled(9) and not cost.is_settled(10)
+
+
+def test_a_guess_behind_right_ones_rests_on_a_longer_match():
+    shared = Acceptance(1)
+    seen = []
+    shared.observe = lambda proposer, length, right: seen.append((length, right))  # type: ignore[method-assign]
+    request = RequestAcceptance(shared)
+    request.propose(0, Draft([1, 2, 3, 4], 5))
+    request.observe([1, 2])
+    request.observe([9, 4])
+    assert seen == [(5, True), (6, True), (7, False)], "nothing is compared behind a wrong one"
