@@ -288,6 +288,7 @@ if grep -qw avx2 /proc/cpuinfo; then
     found=$(run "HETERO_CPU_LEVEL=$level" -- "${user[@]}" -- "${hetero[@]}" doctor 2>&1 || true)
     if grep -q "$level kernels" <<<"$found"; then
       same_answer "a CPU of the level $level" "HETERO_CPU_LEVEL=$level" -- "${user[@]}" -- "${hetero[@]}"
+      nothing_compiled "nothing was compiled for $level"
     fi
   done
 fi
