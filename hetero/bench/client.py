@@ -78,8 +78,8 @@ class Record:
 
     @property
     def tpot(self) -> float | None:
-        """Seconds per output token after the first; None where there is no second."""
-        if self.output_tokens < 2:
+        """Seconds per output token after the first; None where there is no second, or all came at once."""
+        if self.output_tokens < 2 or len(self.arrivals) < 2:
             return None
         return (self.arrivals[-1] - self.arrivals[0]) / (self.output_tokens - 1)
 

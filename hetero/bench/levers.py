@@ -46,13 +46,13 @@ def parse_lever(text: str) -> Lever:
     name, _, values = text.partition("=")
     name = name.strip().replace("-", "_")
     if name not in SPECS or name in ("model", "host", "port"):
-        raise LeverError(f"{text!r}: {name!r} is not a setting that can be tuned")
+        raise LeverError(f"--lever {text}: {name!r} is not a setting that can be tuned")
     parts = tuple(v.strip() for v in values.split(";" if ";" in values or name == "kv_type" else ","))
     for value in parts:
         try:
             load({name: value}, {}, None)
         except SettingError as error:
-            raise LeverError(str(error)) from None
+            raise LeverError(f"--lever {text}: {error}") from None
     return Lever(name, tuple(dict.fromkeys(parts)))
 
 

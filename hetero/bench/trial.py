@@ -9,6 +9,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from hetero.bench.client import Target
 from hetero.bench.load import Load, run_load
 from hetero.bench.own_server import KEY, StartError, serving
 from hetero.bench.recorded import Recorded, drawn_anew
@@ -99,9 +100,9 @@ def run_trial(
         with serving({**given, **dict(choice)}, log) as url:
             info = asyncio.run(find_out(url, name, None, KEY, None, True, 0.0))
             outcome = replace(outcome, status=info.about.get("status"))
-            answers = _probe(info.target, traffic)
-            if answers is None:
-                return replace(outcome, rejected="a probe was not answered")
+            answers, error = _probe(info.target, traffic)
+            if error is not None:
+                return replace(outcome, rejected=f"a probe was not answered: {error}")
             if expected is not None and answers != expected:
                 return replace(outcome, rejected="greedy answers changed", answers=answers)
             sessions = traffic.workload.sessions(seed, traffic.sessions, traffic.sizes)
@@ -128,15 +129,14 @@ def _judged(outcome: Outcome, found: Summary, traffic: Traffic) -> Outcome:
     return outcome
 
 
-def _probe(target: Any, traffic: Traffic) -> str | None:
-    """A digest of greedy answers, one request at a time; also warms the server up. None: one failed."""
+def _probe(target: Target, traffic: Traffic) -> tuple[str, str | None]:
+    """A digest of greedy answers, one request at a time, and why one failed. Also warms the server up."""
     sessions = drawn_anew(traffic.workload).sessions("probe", PROBES, traffic.sizes)
     short = [
         replace(s, turns=(replace(s.turns[0], max_tokens=PROBE_TOKENS, pause=0.0),), arrival=None)
         for s in sessions
     ]
     run = run_load(target, short, Load(concurrency=1), 1)
-    if any(record.error for record in run.records):
-        return None
+    failed = next((record.error for record in run.records if record.error), None)
     texts = [record.text for record in sorted(run.records, key=lambda r: r.session)]
-    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest()
+    return hashlib.blake2b("\0".join(texts).encode(), digest_size=16).hexdigest(), failed

@@ -71,7 +71,8 @@ class Tuning:
                 with trials.open("a", encoding="utf-8") as file:
                     file.write("\n")
         except (OSError, ValueError) as error:
-            raise TuneError(f"{self.folder}: {error}") from None
+            why = (error.strerror if isinstance(error, OSError) else None) or error
+            raise TuneError(f"{self.folder}: {why}") from None
         for line in text.splitlines():
             try:
                 found = json.loads(line)
@@ -124,10 +125,10 @@ class Tuning:
         return search
 
     def known(self) -> Search:
-        """The search as far as it is recorded."""
+        """The search as far as it is recorded; a base that could not be measured is tried again."""
         search = Search(self.levers)
         for outcome in self.outcomes:
-            if outcome.seed == SEARCH_SEED:
+            if outcome.seed == SEARCH_SEED and (outcome.choice or not outcome.rejected):
                 search.tell(outcome.choice, score_of(outcome))
         return search
 

@@ -32,7 +32,7 @@ class Options:
     model: str | None
     workload: str
     rate: float | None
-    burstiness: float
+    burstiness: float | None
     concurrency: int | None
     sweep: str | None
     sessions: int | None
@@ -139,16 +139,25 @@ def _loads(options: Options, workload: Workload | Recorded) -> tuple[Load, ...]:
     given = [name for name in ("rate", "concurrency", "sweep") if getattr(options, name) is not None]
     if len(given) > 1:
         raise UsageError(f"--{given[0]} and --{given[1]} both say how requests arrive: give one of them")
+    at_a_rate = options.rate is not None or (options.sweep or "").startswith("rate")
+    burstiness = burstiness_of(options.burstiness, at_a_rate)
     if options.sweep is not None:
-        return _sweep(options)
+        return _sweep(options, burstiness)
     if options.rate is not None:
-        return (Load(options.rate, options.burstiness, seconds=options.duration),)
+        return (Load(options.rate, burstiness, seconds=options.duration),)
     if options.concurrency is None and isinstance(workload, Recorded) and workload.is_timed:
         return (Load(seconds=options.duration),)
     return (Load(concurrency=options.concurrency or 1, seconds=options.duration),)
 
 
-def _sweep(options: Options) -> tuple[Load, ...]:
+def burstiness_of(given: float | None, at_a_rate: bool) -> float:
+    """What --burstiness says. Raises UsageError where it would mean nothing."""
+    if given is not None and not at_a_rate:
+        raise UsageError("--burstiness is of arrivals at a rate; --rate sets one")
+    return 1.0 if given is None else given
+
+
+def _sweep(options: Options, burstiness: float) -> tuple[Load, ...]:
     what, _, values = (options.sweep or "").partition("=")
     try:
         if what == "concurrency":
@@ -158,7 +167,7 @@ def _sweep(options: Options) -> tuple[Load, ...]:
         elif what == "rate":
             rates = [float(v) for v in values.split(",")]
             if all(0.001 <= r <= 1e5 for r in rates):
-                return tuple(Load(r, options.burstiness, seconds=options.duration) for r in rates)
+                return tuple(Load(r, burstiness, seconds=options.duration) for r in rates)
     except ValueError:
         pass
     raise UsageError(f"--sweep {options.sweep}: must be concurrency=1,2,4 or rate=0.5,1,2")

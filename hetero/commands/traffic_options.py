@@ -21,8 +21,8 @@ def traffic_options(clients: str) -> Callable[[Callable], Callable]:
             "--rate", type=click.FloatRange(0.001, 1e5), metavar="R", help="Open loop: sessions a second."
         ),
         click.option(
-            "--burstiness", type=click.FloatRange(0, 10), default=1.0, show_default=True,
-            help="Of the arrivals: 0 a steady beat, 1 Poisson, more in bursts.",
+            "--burstiness", type=click.FloatRange(0, 10),
+            help="Of the arrivals at a rate: 0 a steady beat, 1 Poisson (the default), more in bursts.",
         ),
         click.option(
             "-c", "--concurrency", type=click.IntRange(1, 4096), metavar="N",

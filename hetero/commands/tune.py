@@ -14,7 +14,7 @@ from hetero.bench.trial import Traffic
 from hetero.bench.tune import TuneError, Tuning, winner_toml
 from hetero.bench.tune_report import markdown
 from hetero.bench.workload import WorkloadError
-from hetero.commands.bench import UsageError, limits_of, progress, sizes_of
+from hetero.commands.bench import UsageError, burstiness_of, limits_of, progress, sizes_of
 from hetero.commands.inspect import fail
 from hetero.files import write_whole
 from hetero.settings import Settings
@@ -34,7 +34,7 @@ class Options:
     minutes: float
     workload: str
     rate: float | None
-    burstiness: float
+    burstiness: float | None
     concurrency: int | None
     seconds: float
     prompt_tokens: str | None
@@ -94,6 +94,7 @@ def _threads(prepared: Prepared) -> int:
 def _traffic(options: Options) -> Traffic:
     if options.rate is not None and options.concurrency is not None:
         raise UsageError("--rate and --concurrency both say how requests arrive: give one of them")
+    burstiness = burstiness_of(options.burstiness, options.rate is not None)
     workload = find_workload(options.workload)
     sizes, limits = sizes_of(options.prompt_tokens, options.output_tokens), limits_of(options.slo)
     held_out: list[Recorded] = []
@@ -106,7 +107,7 @@ def _traffic(options: Options) -> Traffic:
                 workload, sizes, load, limits, options.share, len(workload.recorded), tuple(held_out)
             )
     if options.rate is not None:
-        load = Load(options.rate, options.burstiness, seconds=options.seconds)
+        load = Load(options.rate, burstiness, seconds=options.seconds)
         sessions = max(8, round(2 * options.rate * options.seconds))
     else:
         load = Load(concurrency=options.concurrency or CLIENTS, seconds=options.seconds)

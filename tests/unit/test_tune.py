@@ -258,7 +258,7 @@ def test_recorded_traffic_is_tuned_as_it_came_and_proved_with_other_parts(
     behaving(monkeypatch, lambda given: Listening())
     monkeypatch.setattr(tune, "CONFIRMATIONS", 2)
     found = command.Options(
-        tmp_path, 1.0, str(path), None, 1.0, None, 1.0, None, None, None, 0.95, None, (), False
+        tmp_path, 1.0, str(path), None, None, None, 1.0, None, None, None, 0.95, None, (), False
     )
     traffic = command._traffic(found)
     tuning = Tuning({}, "model.gguf", (Lever("spec", ("off",)),), traffic, None, tmp_path / "t")
@@ -375,6 +375,7 @@ def test_end_to_end(smollm2_path: Path, tmp_path: Path, monkeypatch: pytest.Monk
     ("arguments", "said"),
     [
         (["--lever", "colour=red"], "'colour' is not a setting that can be tuned"),
+        (["--burstiness", "2", "-c", "1"], "--burstiness is of arrivals at a rate"),
         (["--slo", "quick"], "--slo: 'quick' is not a limit"),
         (["--rate", "1", "-c", "1"], "--rate and --concurrency"),
         (["--replay"], "there is nothing to replay"),
