@@ -63,12 +63,16 @@ def constraints(schema: Mapping[str, Any]) -> frozenset[str]:
 def string_forms(schema: Mapping[str, Any], lenient: bool) -> list[str]:
     """Terminal expressions, all of which a string of this schema matches. `lenient`: unknown formats are
     passed over, as llguidance's option of this name does. Raises Inexpressible."""
-    if constraints(schema) - {"type", "minLength", "maxLength", "pattern", "format"}:
+    words = constraints(schema) - {"type"}
+    # Of several kinds nobody here sees whether a text can follow them all; in JSON that is looked into.
+    if not any(words <= kind for kind in ({"minLength", "maxLength"}, {"pattern"}, {"format"})):
         raise Inexpressible
     forms = []
     least, most = schema.get("minLength", 0), schema.get("maxLength")
     if least or most is not None:
         if not all(isinstance(length, int) and length >= 0 for length in (least, most or 0)):
+            raise Inexpressible
+        if most is not None and least > most:
             raise Inexpressible
         forms.append(f"/(?s:.{{{least},{'' if most is None else most}}})/")
     if "pattern" in schema:
