@@ -61,6 +61,7 @@ class Outcome:
     short: bool = False  # fewer answers kept the limits than should
     answers: str | None = None
     score: float | None = None
+    answered: int = 0
     ttft_p95: float | None = None
     tpot_p95: float | None = None
     good: float | None = None
@@ -116,6 +117,7 @@ def _judged(outcome: Outcome, found: Summary, traffic: Traffic) -> Outcome:
     outcome = replace(
         outcome,
         score=found.output_rate if found.goodput is None else found.goodput,
+        answered=found.answered,
         ttft_p95=found.ttft.get("p95"),
         tpot_p95=found.tpot.get("p95"),
         good=found.good,

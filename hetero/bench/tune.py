@@ -25,7 +25,8 @@ from hetero.files import write_whole
 KL_TOKENS, KL_CTX = 4096, 1024
 SEARCH_SEED = "tune"
 HELD_OUT = "held out"
-CONFIRMATIONS = 3
+CONFIRMATIONS = 5
+WORSE = 1  # so many of them may show the opposite
 SHORT = 1e-6  # of its score counts of a trial that is short of the limits
 CLOSE = 0.05  # a best that is no more than so much better: the settings are as good as they get
 
@@ -210,9 +211,12 @@ class Confirmation:
 
     @property
     def holds(self) -> bool:
-        """Whether the best is better on other traffic, too: by more than CLOSE, or from nothing."""
-        good = any(one > 0 for one, _ in self.pairs) and not self.rejected
-        return good and (self.ratio is None or self.ratio > 1 + CLOSE)
+        """Whether the best is better on other traffic, too: by more than CLOSE, or from nothing, and not by a
+        few strokes of luck."""
+        if self.rejected or not any(one > 0 for one, _ in self.pairs):
+            return False
+        worse = sum(one <= base for one, base in self.pairs if base > 0)
+        return worse <= WORSE and (self.ratio is None or self.ratio > 1 + CLOSE)
 
 
 def describe(choice: Choice) -> str:

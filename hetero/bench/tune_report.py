@@ -6,7 +6,9 @@ from collections.abc import Container, Sequence
 
 from hetero.bench.search import Choice, pareto
 from hetero.bench.trial import Outcome, Traffic
-from hetero.bench.tune import SEARCH_SEED, Confirmation, describe
+from hetero.bench.tune import CLOSE, SEARCH_SEED, Confirmation, describe
+
+FEW = 50  # answers
 
 
 def markdown(traffic: Traffic, outcomes: Sequence[Outcome], confirmation: Confirmation | None) -> str:
@@ -17,6 +19,11 @@ def markdown(traffic: Traffic, outcomes: Sequence[Outcome], confirmation: Confir
     lines = [f"**{traffic.workload.name}**, {traffic.load}; {len(searched)} trials"]
     if traffic.limits:
         lines.append(f"{traffic.share:.0%} of the answers must keep {traffic.limits}.")
+    if counted and counted[0].answered < FEW:
+        lines.append(
+            f"A trial had about {counted[0].answered} answers, and scores of so few differ by chance: longer "
+            "--seconds tell more."
+        )
     if counted and all(o.short for o in counted):
         lines.append("No setting keeps that: what comes nearest is sought.")
     points = {o.choice: (o.score or 0.0, o.ttft_p95 or 0.0) for o in counted if not o.short}
@@ -57,10 +64,16 @@ def _verdict(trials: int, confirmation: Confirmation | None, unit: str) -> list[
     elif confirmation.holds:
         lines.append(f"Confirmed: {ratio:.2f}x (median of {len(confirmation.ratios)}).")
     else:
-        lines.append(
-            f"Not confirmed ({ratio:.2f}x): the settings as they are, are within 5 % of the best found."
-        )
+        lines.append(_not_confirmed(ratio))
     return lines
+
+
+def _not_confirmed(ratio: float) -> str:
+    if ratio > 1 + CLOSE:
+        return f"Not confirmed: {ratio:.2f}x in the median, but not often enough."
+    return (
+        f"Not confirmed ({ratio:.2f}x): the settings as they are, are within {CLOSE:.0%} of the best found."
+    )
 
 
 def _ms(seconds: float | None, digits: int) -> str:

@@ -210,14 +210,14 @@ def test_settings_as_good_as_any_are_shown_to_be(monkeypatch: pytest.MonkeyPatch
     confirmation = tuning.confirm(search.contender, quiet)
     assert not confirmation.holds and confirmation.pairs == ((7.9, 8.0),)
     text = markdown(tuning.traffic, tuning.outcomes, confirmation)
-    assert "Not confirmed (0.99x): the settings as they are, are within 5 % of the best found" in text
+    assert "Not confirmed (0.99x): the settings as they are are within 5% of the best found" in text
     assert (
         new(tmp_path / "t", levers, limits=Limits(ttft=9.0), sessions=4).known().contender == search.contender
     )
 
 
 def test_the_time_is_kept_with_the_confirmation_in_it(monkeypatch: pytest.MonkeyPatch, tmp_path: Path):
-    """Trials of 10 seconds by a clock of its own: 100 seconds have room for three and a confirmation."""
+    """Trials of 10 seconds by a clock of its own: 140 seconds have room for three and a confirmation."""
     now = [0.0]
     monkeypatch.setattr(tune.time, "monotonic", lambda: now[0])
 
@@ -228,10 +228,10 @@ def test_the_time_is_kept_with_the_confirmation_in_it(monkeypatch: pytest.Monkey
     monkeypatch.setattr(tune, "run_trial", measured)
     levers = (Lever("max_num_seqs", ("1", "2", "4", "8", "16", "64")),)
     tuning = new(tmp_path / "t", levers)
-    search = tuning.search(100, quiet)
+    search = tuning.search(140, quiet)
     assert len(tuning.outcomes) == 3 and search.contender is not None
     tuning.confirm(search.contender, quiet)
-    assert now[0] == 30 + 2 * tune.CONFIRMATIONS * 10 <= 100
+    assert now[0] == 30 + 2 * tune.CONFIRMATIONS * 10 <= 140
     short = new(tmp_path / "short", levers)
     assert short.search(60, quiet).contender is None
     assert "There was no time for other settings" in markdown(short.traffic, short.outcomes, None)
@@ -305,6 +305,7 @@ def test_what_holds():
         return Confirmation((("spec", "off"),), pairs, ratios, rejected).holds
 
     assert found((2.0, 1.0), (1.2, 1.0), (1.1, 1.0)) and not found((1.04, 1.0), (1.2, 1.0), (0.9, 1.0))
+    assert not found((2.0, 1.0), (2.0, 1.0), (2.0, 1.0), (0.9, 1.0), (0.9, 1.0)), "luck"
     assert found((1.0, 0.0)) and not found((0.0, 0.0))
     assert not found((2.0, 1.0), rejected=("greedy answers changed",))
 
