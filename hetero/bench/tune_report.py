@@ -72,7 +72,7 @@ def _not_confirmed(ratio: float) -> str:
     if ratio > 1 + CLOSE:
         return f"Not confirmed: {ratio:.2f}x in the median, but not often enough."
     return (
-        f"Not confirmed ({ratio:.2f}x): the settings as they are, are within {CLOSE:.0%} of the best found."
+        f"Not confirmed ({ratio:.2f}x): the settings as they are come within {CLOSE:.0%} of the best found."
     )
 
 

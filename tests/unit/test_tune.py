@@ -210,7 +210,7 @@ def test_settings_as_good_as_any_are_shown_to_be(monkeypatch: pytest.MonkeyPatch
     confirmation = tuning.confirm(search.contender, quiet)
     assert not confirmation.holds and confirmation.pairs == ((7.9, 8.0),)
     text = markdown(tuning.traffic, tuning.outcomes, confirmation)
-    assert "Not confirmed (0.99x): the settings as they are are within 5% of the best found" in text
+    assert "Not confirmed (0.99x): the settings as they are come within 5% of the best found" in text
     assert (
         new(tmp_path / "t", levers, limits=Limits(ttft=9.0), sessions=4).known().contender == search.contender
     )
