@@ -2,7 +2,8 @@
 
     make bench ARGS="--repeat 5"
 
-Both run with the CPU's extra buffer types off, both get 16 slots, and the text is new for every repetition.
+Both run with the CPU's extra buffer types off and without guesses, both get 16 slots, and the text is new for
+every repetition.
 """
 
 from __future__ import annotations

@@ -33,10 +33,12 @@ class Server:
 
 
 def hetero_command(model: Path, threads: int, port: int, ctx: int = SLOT_TOKENS) -> list[str]:
+    """Without guesses: how often a small model repeats itself is chance (tests/bench/speculation.py has that)."""
     return [
         *(sys.executable, "-m", "cli", "serve", str(model)),
         *("--port", str(port), "--threads", str(threads), "--max-num-seqs", str(SLOTS)),
         *("--ctx", str(ctx), "--kv-tokens", str(SLOTS * ctx), "--log-level", "warning"),
+        *("--spec", "off"),
     ]
 
 

@@ -79,8 +79,8 @@ def main() -> None:
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
         trace = folder / "trace.json"
-        traced = stack.enter_context(served(args, folder, "--spec", "off", "--trace", str(trace)))
-        plain = stack.enter_context(served(args, folder, "--spec", "off"))
+        traced = stack.enter_context(served(args, folder, "--trace", str(trace)))
+        plain = stack.enter_context(served(args, folder))
         ratios = []
         for seed in range(-1, args.repeat):
             first, second = (traced, plain) if seed % 2 else (plain, traced)
