@@ -33,7 +33,8 @@ class Server:
 
 
 def hetero_command(model: Path, threads: int, port: int, ctx: int = SLOT_TOKENS) -> list[str]:
-    """Without guesses: how often a small model repeats itself is chance (tests/bench/speculation.py has that)."""
+    """Without guesses, which tests/bench/speculation.py measures: how often a small model repeats itself is
+    chance."""
     return [
         *(sys.executable, "-m", "cli", "serve", str(model)),
         *("--port", str(port), "--threads", str(threads), "--max-num-seqs", str(SLOTS)),
