@@ -37,7 +37,8 @@ def test_from_a_warm_cache(case):
 def test_with_preemption(case):
     short = [i for i, p in enumerate(case.prompts) if len(p) <= 100]
     longest = max(len(case.prompts[i]) for i in short) + OUTPUT_TOKENS
-    settings = dataclasses.replace(BASE, kv_tokens=longest + 32)  # no room for two
+    # No room for two. Guesses would end some answers before the pool does, as chance has it.
+    settings = dataclasses.replace(BASE, kv_tokens=longest + 32, spec="off")
     out, stats = answers(case.path, settings, [case.prompts[i] for i in short], 32)
     assert out == [case.alone[i] for i in short]
     assert stats.preemptions > 0
