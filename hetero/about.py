@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import re
 from dataclasses import dataclass, fields
 from typing import Any
 
+from hetero.files import file_name
 from hetero.settings import SPECS, FolderLimit, Settings
 from hetero.sizes import format_size
 from hetero.spec_setting import parse_spec
@@ -44,13 +44,9 @@ def _shown(name: str, value: Any) -> Any:
     if isinstance(value, FolderLimit):
         return format_size(value.nbytes)
     if name == "model":
-        return None if value is None else _file_name(value)
+        return None if value is None else file_name(value)
     if kind == "spec" and (draft := parse_spec(value).draft) is not None:
-        return value.replace(draft, _file_name(draft))
+        return value.replace(draft, file_name(draft))
     if isinstance(value, tuple):
         return list(value)
     return value if value is None or isinstance(value, bool | int | str) else str(value)
-
-
-def _file_name(path: str) -> str:
-    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]

@@ -1,9 +1,10 @@
-"""Writing files so that there is never half of one."""
+"""Files: written so that there is never half of one, and told of for people."""
 
 from __future__ import annotations
 
 import contextlib
 import os
+import re
 import uuid
 from pathlib import Path
 
@@ -27,3 +28,8 @@ def unreadable(error: OSError | UnicodeDecodeError) -> str:
     if isinstance(error, UnicodeDecodeError):
         return "it is not text in UTF-8"
     return error.strerror or str(error)
+
+
+def file_name(path: str) -> str:
+    """The last part of a path, of whichever system it is."""
+    return re.split(r"[/\\]", path.rstrip("/\\"))[-1]

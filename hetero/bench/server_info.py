@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import platform
-import re
 from dataclasses import dataclass
 from typing import Any
 from urllib.parse import urlsplit
@@ -13,6 +12,7 @@ import psutil
 
 from hetero import __version__
 from hetero.bench.client import CHAT, COMPLETIONS, Target
+from hetero.files import file_name
 
 ASK_SECONDS = 15.0
 
@@ -103,7 +103,7 @@ def _few(props: dict[str, Any]) -> dict[str, Any]:
     """Without what is long and says nothing about speed, and without the folder that the model is in."""
     few = {k: v for k, v in props.items() if not isinstance(v, str) or len(v) < 300}
     if isinstance(path := few.get("model_path"), str):
-        few["model_path"] = re.split(r"[/\\]", path)[-1]
+        few["model_path"] = file_name(path)
     return few
 
 

@@ -54,9 +54,9 @@ class Tuning:
     outcomes: list[Outcome] = field(default_factory=list)
     kl: dict[str, float | str] = field(default_factory=dict)  # or why it could not be measured
 
-    def open(self, fingerprint: str) -> None:
+    def open(self, model_digest: str) -> None:
         """Make the folder, or go on with what is in it. Raises TuneError where that is of something else."""
-        head = self._head(fingerprint)
+        head = self._head(model_digest)
         path, trials = self.folder / "tune.json", self.folder / "trials.jsonl"
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -84,12 +84,12 @@ class Tuning:
             else:
                 self.outcomes.append(Outcome.of(found))
 
-    def _head(self, fingerprint: str) -> dict[str, Any]:
+    def _head(self, model_digest: str) -> dict[str, Any]:
         traffic = self.traffic
         return {
             "hetero_tune": 1,
             "machine": this_machine(),
-            "model": fingerprint,
+            "model": model_digest,
             "given": {
                 k: list(v) if isinstance(v, tuple) else v for k, v in self.given.items() if k != "api_key"
             },

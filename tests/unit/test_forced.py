@@ -9,13 +9,10 @@ import jsonschema
 import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 
-from hetero.text.grammar import GrammarCompiler
 from hetero.text.output import MAX_CHARS, OutputError
 from hetero.text.parts import ReasoningPart, TextPart, ToolCallArguments, ToolCallStart, parser_for
-from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.families import FAMILIES, GENERIC
 from hetero.text.tools.forced import arguments_schemas
-from tests.constrained import Writer
 from tests.scale import scaled
 from tests.schemas import schemas
 
@@ -37,16 +34,6 @@ HARMONY = "{{ tools }}<|channel|><|message|>"
 THINKING = "<think></think>"
 TAIL = "<|im_start|>assistant\n"
 SCHEMA = {"type": "json_schema", "json_schema": {"schema": PARAMETERS}}
-
-
-@pytest.fixture(scope="module")
-def writer(smollm2_path):
-    return Writer(Tokenizer(smollm2_path))
-
-
-@pytest.fixture(scope="module")
-def compiler(writer):
-    return GrammarCompiler(writer.tokenizer)
 
 
 def parts_of(text: str, template: str, tail: str, tools=(WEATHER, NOW)):

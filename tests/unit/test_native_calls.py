@@ -11,15 +11,12 @@ import pytest
 from hypothesis import HealthCheck, Phase, given, settings
 from hypothesis import strategies as st
 
-from hetero.text.grammar import GrammarCompiler
 from hetero.text.parts import ToolCallArguments, ToolCallStart, parser_for
-from hetero.text.tokenizer import Tokenizer
 from hetero.text.tools.families import family_of
 from hetero.text.tools.forced import arguments_schemas, own_form
 from hetero.text.tools.lark import Inexpressible
 from hetero.text.tools.strings import string_forms
 from hetero.text.tools.types import json_of
-from tests.constrained import Writer
 from tests.scale import scaled
 from tests.schemas import schemas
 
@@ -85,16 +82,6 @@ WRITTEN = {
         },
     ),
 }  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def writer(smollm2_path):
-    return Writer(Tokenizer(smollm2_path))
-
-
-@pytest.fixture(scope="module")
-def compiler(writer):
-    return GrammarCompiler(writer.tokenizer)
 
 
 def tool(name, parameters):
